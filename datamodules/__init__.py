@@ -1,0 +1,1 @@
+"""LightningDataModules that stream WebDataset shards."""

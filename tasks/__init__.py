@@ -1,0 +1,1 @@
+"""LightningModules: one file for each training paradigm."""
