@@ -1,0 +1,50 @@
+"""The progress bar of a conversion, on stderr: images done, rate and time left."""
+
+import sys
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+
+class _Rate(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{speed:,.1f} {task.fields['unit']}/s")
+
+
+class Bar:
+    """``with Bar("train", total) as bar: bar.advance(3)``; silent when ``shown`` is False."""
+
+    def __init__(self, label: str, total: int, shown: bool = True, unit: str = "images") -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            _Rate(),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            disable=not shown,
+        )
+        self._task = self._progress.add_task(label, total=total, unit=unit)
+
+    def advance(self, count: int) -> None:
+        """Count ``count`` more."""
+        self._progress.advance(self._task, count)
+
+    def __enter__(self) -> "Bar":
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+
+def notice(text: str, shown: bool = True) -> None:
+    """Write one line to stderr when ``shown``."""
+    if shown:
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
