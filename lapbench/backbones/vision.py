@@ -1,0 +1,217 @@
+"""Any timm vision transformer, with a head schedule."""
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+import timm
+import torch
+from timm.layers import DropPath
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.eva import Eva
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from lapbench.backbones.attention import attention_of, set_head_kinds
+from lapbench.backbones.weights import load_weights
+from lapbench.errors import UserError
+from lapbench.heads.schedule import HeadSchedule
+
+
+class VisionBackbone(nn.Module):
+    """Mixed in before a timm model class: what lapbench asks of every backbone. Keys and forward stay timm's.
+
+    Attributes:
+        embed_dim: Width D of the tokens.
+        num_layers: Number of blocks L.
+        num_heads: Heads H of each block.
+        num_prefix_tokens: Class and register tokens, first in the sequence.
+        schedule: Kind of each head.
+    """
+
+    embed_dim: int
+    num_layers: int
+    num_heads: int
+    num_prefix_tokens: int
+    schedule: HeadSchedule
+
+    def forward_intermediates(
+        self, x: Tensor, indices: int | Sequence[int] | None = None, *, norm: bool = False
+    ) -> list[Tensor]:
+        """Tokens after the chosen blocks.
+
+        Args:
+            x: Images, [B, C, H, W].
+            indices: The last n blocks for an int, all for None, or the blocks to take (negative ones from the end).
+            norm: Whether to apply the model's final norm.
+
+        Returns:
+            For each block in order of depth, [B, T, D], prefix tokens first.
+        """
+        taken = super().forward_intermediates(  # type: ignore[misc]
+            x,
+            indices=indices if indices is None or isinstance(indices, int) else list(indices),
+            norm=norm,
+            return_prefix_tokens=True,
+            output_fmt="NLC",
+            intermediates_only=True,
+        )
+        if self.num_prefix_tokens == 0:
+            return list(taken)
+        return [torch.cat([prefix, tokens], dim=1) for tokens, prefix in taken]
+
+
+class ViTBackbone(VisionBackbone, VisionTransformer):
+    """timm's ``VisionTransformer`` as a backbone."""
+
+
+class DistilledViTBackbone(VisionBackbone, VisionTransformerDistilled):
+    """timm's ``VisionTransformerDistilled`` (DeiT with a distillation token) as a backbone."""
+
+
+class EvaBackbone(VisionBackbone, Eva):
+    """timm's ``Eva`` (EVA, EVA-02, DINOv3, ViT with rotary embeddings) as a backbone."""
+
+
+BACKBONES: dict[type[nn.Module], type[VisionBackbone]] = {
+    VisionTransformer: ViTBackbone,
+    VisionTransformerDistilled: DistilledViTBackbone,
+    Eva: EvaBackbone,
+}
+
+
+@dataclass
+class VisionSettings:
+    """Settings of a vision backbone; None keeps what timm's model of that name has.
+
+    Args:
+        name: A timm model with ``Attention``, ``AttentionRope`` or ``EvaAttention``: vit_*, deit3_*, eva*, ...
+        heads: Head schedule: 6 (Laplacian heads in every layer), [0, 2, 2, 0] (for each layer), a name (0-12L, 6L@last4,
+            4L+2D0.5) or a mapping of kinds to counts.
+        pretrained: Whether to start from timm's pretrained weights (downloaded from the hub).
+        weights: Local weights to start from: a timm state dict (.pth, .safetensors) or a lapbench checkpoint (.ckpt).
+        img_size: Image size in pixels.
+        patch_size: Patch size in pixels.
+        in_chans: Image channels.
+        qk_norm: Whether to normalise queries and keys.
+        layer_scale: Start value of LayerScale; 0 for none.
+        drop_path: Stochastic-depth rate.
+        drop_path_schedule: Over depth: "linear" from 0 to ``drop_path``, or "constant" (DeiT-III).
+        global_pool: "token" (class token) or "avg".
+        dynamic_img_size: Whether to accept any image size, interpolating position embeddings.
+        grad_checkpointing: Whether to recompute blocks in the backward pass, to save memory.
+        compile: Whether to compile the model with torch.compile.
+        channels_last: Whether to keep convolution weights in channels-last layout.
+        options: Further arguments of timm's model class, such as embed_dim, depth, num_heads.
+    """
+
+    name: str
+    heads: int | list[Any] | str | dict[str, Any] = 0
+    pretrained: bool = False
+    weights: str | None = None
+    img_size: int | None = None
+    patch_size: int | None = None
+    in_chans: int = 3
+    qk_norm: bool | None = None
+    layer_scale: float | None = None
+    drop_path: float = 0.0
+    drop_path_schedule: Literal["linear", "constant"] = "linear"
+    global_pool: str | None = None
+    dynamic_img_size: bool = False
+    grad_checkpointing: bool = False
+    compile: bool = False
+    channels_last: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def build_backbone(name: str, heads: Any = 0, *, num_classes: int = 1000, **settings: Any) -> VisionBackbone:
+    """Builds a timm vision transformer with a head schedule.
+
+    All-attention schedules give stock timm bit for bit; every schedule has timm's state-dict keys, so pretrained
+    weights load in both directions (learned kinds add ``head_coefficients``).
+
+    Args:
+        name: timm model name.
+        heads: Anything that ``HeadSchedule.parse`` reads.
+        num_classes: Outputs of the classifier; 0 for none.
+        **settings: The other fields of ``VisionSettings``; further names go to timm's model class.
+
+    Raises:
+        UserError: Unknown model, unsupported attention, schedule that does not fit, settings that timm refuses.
+    """
+    known = {f.name for f in fields(VisionSettings)}
+    options = {**settings.pop("options", {}), **{k: settings.pop(k) for k in settings.keys() - known}}
+    s = VisionSettings(name, heads, options=options, **settings)
+    model = _create(s, num_classes)
+    backbone = _convert(model, s)
+    if s.drop_path_schedule == "constant" and s.drop_path > 0:
+        _set_constant_drop_path(model, s.drop_path)
+    if s.weights is not None:
+        load_weights(backbone, s.weights)
+    if s.grad_checkpointing:
+        model.set_grad_checkpointing(True)
+    if s.channels_last:
+        # module.to() has no overload for memory_format alone in its stubs
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if s.compile:
+        model.compile()
+    return backbone
+
+
+def _create(s: VisionSettings, num_classes: int) -> nn.Module:
+    if not timm.is_model(s.name.split(".")[0]):
+        near = difflib.get_close_matches(s.name, timm.list_models(), n=3)
+        hint = f"; did you mean {', '.join(near)}?" if near else " (timm.list_models() names them)"
+        raise UserError(f"backbone.name: timm {timm.__version__} has no model {s.name!r}{hint}")
+    arguments = dict(s.options)
+    optional = {
+        "img_size": s.img_size,
+        "patch_size": s.patch_size,
+        "qk_norm": s.qk_norm,
+        "global_pool": s.global_pool,
+        # timm takes None, and only None, for "no LayerScale", and refuses an explicit None where a model has it
+        "init_values": s.layer_scale,
+    }
+    arguments |= {key: value for key, value in optional.items() if value is not None}
+    if s.dynamic_img_size:
+        arguments["dynamic_img_size"] = True
+    try:
+        model: nn.Module = timm.create_model(
+            s.name,
+            pretrained=s.pretrained,
+            num_classes=num_classes,
+            in_chans=s.in_chans,
+            drop_path_rate=s.drop_path,
+            **arguments,
+        )
+    except (TypeError, AssertionError, ValueError, RuntimeError, OSError) as error:
+        what = "weights or settings" if s.pretrained else "settings"
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"backbone {s.name}: timm cannot build it with these {what}: {reason}") from error
+    return model
+
+
+def _convert(model: nn.Module, s: VisionSettings) -> VisionBackbone:
+    if type(model) not in BACKBONES:
+        expected = ", ".join(t.__name__ for t in BACKBONES)
+        raise UserError(f"backbone {s.name}: expected a model of class {expected}, got {type(model).__name__}")
+    blocks = list(model.blocks)  # type: ignore[arg-type]
+    attentions = [attention_of(block, f"backbone {s.name}, block {i}") for i, block in enumerate(blocks)]
+    num_heads: int = attentions[0].num_heads  # type: ignore[assignment]
+    schedule = HeadSchedule.parse(s.heads, len(blocks), num_heads)
+    model.__class__ = BACKBONES[type(model)]
+    assert isinstance(model, VisionBackbone)
+    model.num_layers, model.num_heads, model.schedule = len(blocks), num_heads, schedule
+    for attention, kinds in zip(attentions, schedule.layers, strict=True):
+        set_head_kinds(attention, kinds)
+    return model
+
+
+def _set_constant_drop_path(model: nn.Module, rate: float) -> None:
+    """DeiT-III's constant stochastic depth; timm only has the linear one, whose first block drops nothing."""
+    for block in model.blocks:  # type: ignore[union-attr]
+        for name in ("drop_path1", "drop_path2"):
+            if not hasattr(block, name):
+                raise UserError(f"drop_path_schedule constant: {type(block).__name__} has no {name}; use linear")
+            setattr(block, name, DropPath(rate))
