@@ -1,0 +1,77 @@
+"""Image bytes to an 8-bit PIL image, the same for every format that data sets bring along.
+
+- Grey, palette and CMYK images become RGB (or all become grey with ``channels=1``).
+- Transparent images are laid on white, as a browser shows them on an empty page.
+- 16-bit grey keeps its levels: the high byte is taken (Pillow's own conversion clips everything above 255 to white).
+- The EXIF orientation is applied; an unreadable EXIF block counts as none.
+- The format is found from the bytes, never from the name.
+"""
+
+import io
+import struct
+import warnings
+
+import numpy as np
+from PIL import Image
+
+from lapbench.errors import UserError
+
+FORMATS = ("JPEG", "PNG", "WEBP")
+_ORIENTATION = 0x0112
+_TRANSPOSES = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+# What Pillow raises on damaged input, by format and kind of damage.
+_DAMAGE = (OSError, SyntaxError, ValueError, KeyError, IndexError, TypeError, EOFError, struct.error)
+
+
+def decode_image(data: bytes, channels: int = 3) -> Image.Image:
+    """Decode a JPEG, PNG or WebP image completely.
+
+    Args:
+        data: The file's bytes.
+        channels: 3 for mode ``RGB``, 1 for mode ``L``.
+
+    Raises:
+        UserError: not an image of these formats, truncated, or damaged.
+    """
+    try:
+        image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
+        image.load()
+    except (*_DAMAGE, Image.DecompressionBombError) as error:
+        raise UserError(f"cannot decode the image ({len(data)} bytes): {_one_line(error)}") from error
+    transpose = _TRANSPOSES.get(_orientation(image)) if "exif" in image.info else None
+    image = _eight_bit(image, "RGB" if channels == 3 else "L")
+    return image.transpose(transpose) if transpose is not None else image
+
+
+def _eight_bit(image: Image.Image, mode: str) -> Image.Image:
+    if image.mode == mode and "transparency" not in image.info:
+        return image
+    if image.mode.startswith("I"):  # 16-bit grey: "I;16", or "I" in older versions of Pillow
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert(mode)
+    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+        layers = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), layers).convert(mode)
+    return image.convert(mode)
+
+
+def _orientation(image: Image.Image) -> int:
+    """The EXIF orientation, 1 (upright) when there is none or it cannot be read."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Pillow warns of each damaged tag
+        try:
+            orientation = image.getexif().get(_ORIENTATION, 1)
+        except _DAMAGE:
+            return 1
+    return orientation if isinstance(orientation, int) else 1
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,313 @@
+"""Image classification data sets, streamed from WebDataset shards that a manifest describes.
+
+A new data set is a subclass with a few constants, and a converter that writes its shards and manifest.
+"""
+
+import os
+import random
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch.distributed as dist
+from lightning.pytorch import LightningDataModule
+from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+
+from lapbench.datamodules.loader import ResumableLoader
+from lapbench.datamodules.manifest import MANIFEST, Manifest
+from lapbench.datamodules.plan import Plan, mixed
+from lapbench.datamodules.shards import ShardFile, ShardReader, check_url, local_path
+from lapbench.datamodules.streaming import ShardStream
+from lapbench.datamodules.transforms import TrainTransform, build_eval_transform, build_train_transform
+from lapbench.errors import UserError
+
+SMALL_GREY = TrainTransform(crop="src", padding=1, padding_mode="constant", hflip=0.0)
+SMALL_COLOR = TrainTransform(crop="src", padding=4, padding_mode="constant", hflip=0.5)
+LARGE = TrainTransform()
+
+
+class ImageShards(LightningDataModule):
+    """Streams one data set: ``(images [B, C, S, S] float32, labels [B] int64)``, predict batches with keys.
+
+    Every process reads its own part of each epoch; evaluation sees each sample exactly once. The constants below say
+    what the data set is.
+
+    Args:
+        data_dir: Folder with the manifest (and the shards, unless shards_url says otherwise).
+        batch_size: Training samples in a batch of one process.
+        eval_batch_size: Evaluation samples in a batch of one process; as batch_size when null.
+        num_workers: Worker processes that load for one process; 0 loads in the process itself.
+        image_size: Side of the square images in pixels that the model sees.
+        train_transform: Augmentation of training images.
+        crop_pct: Share of the shorter side that the evaluation's centre crop keeps.
+        interpolation: Resizing in evaluation: bilinear, bicubic, nearest, lanczos, box or hamming.
+        val_fraction: Share of the training split held out for validation; 0 holds out none. The held-out samples
+            depend on val_seed alone, so all runs and processes agree on them.
+        val_seed: Seed that chooses the held-out samples.
+        repeats: Times that an epoch draws each of its samples (repeated augmentation). An epoch keeps its length.
+        shuffle_buffer: Undecoded samples that each worker holds in memory to shuffle them.
+        seed: Seed of order and augmentation; the run's seed when null, 0 if the run has none.
+        pin_memory: Copy batches to pinned memory when there is an accelerator.
+        persistent_workers: Keep worker processes from one epoch to the next.
+        shards_url: Where the shards are, if not in data_dir: a folder, file: or https: URL.
+
+    Raises:
+        UserError: a setting out of range.
+    """
+
+    num_classes: ClassVar[int]
+    channels: ClassVar[int] = 3
+    mean: ClassVar[tuple[float, ...]] = IMAGENET_DEFAULT_MEAN
+    std: ClassVar[tuple[float, ...]] = IMAGENET_DEFAULT_STD
+    train_split: ClassVar[str] = "train"
+    val_split: ClassVar[str | None] = None
+    test_split: ClassVar[str] = "test"
+
+    def __init__(
+        self,
+        data_dir: str,
+        batch_size: int = 64,
+        eval_batch_size: int | None = None,
+        num_workers: int = 4,
+        image_size: int = 224,
+        train_transform: TrainTransform = LARGE,
+        crop_pct: float = 1.0,
+        interpolation: str = "bicubic",
+        val_fraction: float = 0.0,
+        val_seed: int = 0,
+        repeats: int = 1,
+        shuffle_buffer: int = 2048,
+        seed: int | None = None,
+        pin_memory: bool = True,
+        persistent_workers: bool = True,
+        shards_url: str | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("eval_batch_size", 1 if eval_batch_size is None else eval_batch_size, 1),
+            ("num_workers", num_workers, 0),
+            ("repeats", repeats, 1),
+            ("shuffle_buffer", shuffle_buffer, 1),
+            ("seed", 0 if seed is None else seed, 0),
+        ):
+            if value < least:
+                raise UserError(f"{name} must be at least {least}, got {value}")
+        if not 0 <= val_fraction < 1:
+            raise UserError(f"val_fraction must be at least 0 and below 1, got {val_fraction}")
+        self.data_dir = Path(data_dir)
+        self.shards_url = check_url(shards_url) if shards_url is not None else None
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size or batch_size
+        self.num_workers = num_workers
+        self.image_size = image_size
+        self.val_fraction = val_fraction
+        self.val_seed = val_seed
+        self.repeats = repeats
+        self.shuffle_buffer = shuffle_buffer
+        self.seed = seed
+        self.pin_memory = pin_memory
+        self.persistent_workers = persistent_workers
+        self._train_transform = build_train_transform(train_transform, image_size, self.mean, self.std)
+        self._eval_transform = build_eval_transform(image_size, self.mean, self.std, crop_pct, interpolation)
+        self._manifest: Manifest | None = None
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read the manifest and see that it describes this data set and that local shards are there.
+
+        Raises:
+            UserError: no data, another number of classes, a missing or cut shard; ``validate`` without samples for it.
+        """
+        if not self._has_validation:
+            if stage == "validate":
+                raise UserError(f"{type(self).__name__} has no validation split: hold one out with val_fraction > 0")
+            if stage == "fit" and self.trainer is not None:
+                # Lightning has no quiet way to say that a data module has no validation data this time.
+                self.trainer.limit_val_batches = 0
+        if self._manifest is not None:
+            return
+        manifest = Manifest.load(self.data_dir)
+        if manifest.num_classes != self.num_classes:
+            raise UserError(
+                f"{self.data_dir / MANIFEST}: {type(self).__name__} has {self.num_classes} classes, "
+                f"the manifest lists {manifest.num_classes} (data set {manifest.dataset!r})"
+            )
+        for shard in (shard for shards in manifest.splits.values() for shard in shards):
+            path = local_path(self._url(shard.file))
+            if path is None:
+                continue
+            if not path.is_file():
+                raise UserError(f"shard {path} is missing; the manifest lists it")
+            if path.stat().st_size != shard.bytes:
+                raise UserError(
+                    f"shard {path}: expected {shard.bytes} bytes as in the manifest, got {path.stat().st_size}"
+                )
+        self._manifest = manifest
+
+    def train_dataloader(self) -> ResumableLoader:
+        """Shuffled, augmented, full batches."""
+        return self._loader(self.train_split, training=True, held_out=False)
+
+    def val_dataloader(self) -> ResumableLoader | list[Any]:
+        """The held-out samples, else the data set's own validation split, else nothing."""
+        if self.val_fraction:
+            return self._loader(self.train_split, training=False, held_out=True)
+        return self._loader(self.val_split, training=False) if self.val_split is not None else []
+
+    @property
+    def _has_validation(self) -> bool:
+        return self.val_fraction > 0 or self.val_split is not None
+
+    def test_dataloader(self) -> ResumableLoader:
+        """The test split, each sample once, in order."""
+        return self._loader(self.test_split, training=False)
+
+    def predict_dataloader(self) -> ResumableLoader:
+        """The test split as ``(images, labels, keys)``."""
+        return self._loader(self.test_split, training=False, with_keys=True)
+
+    def _loader(
+        self, split: str, training: bool, held_out: bool | None = None, with_keys: bool = False
+    ) -> ResumableLoader:
+        """A loader over a split; ``held_out`` selects one side of the validation cut, None takes the whole split."""
+        if self._manifest is None:
+            raise RuntimeError("call setup() before asking for a dataloader")
+        shards = [ShardFile(self._url(shard.file), shard.samples) for shard in self._manifest.split(split)]
+        in_use = None
+        if held_out is not None and self.val_fraction:
+            chosen = held_out_samples(self._manifest.samples(split), self.val_fraction, self.val_seed)
+            in_use = chosen if held_out else ~chosen
+        reader = ShardReader(shards, self.num_classes, in_use)
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if _distributed() else (0, 1)
+        plan = Plan(
+            counts=reader.counts(),
+            batch_size=self.batch_size if training else self.eval_batch_size,
+            training=training,
+            seed=self._run_seed(),
+            repeats=self.repeats if training else 1,
+            rank=rank,
+            world_size=world_size,
+        )
+        stream = ShardStream(
+            plan,
+            reader,
+            self._train_transform if training else self._eval_transform,
+            channels=self.channels,
+            shuffle_buffer=self.shuffle_buffer if training else 0,
+            with_keys=with_keys,
+        )
+        return ResumableLoader(
+            stream,
+            trainer=self.trainer if training else None,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+            persistent_workers=self.persistent_workers,
+        )
+
+    def _url(self, file: str) -> str:
+        return str(self.data_dir / file) if self.shards_url is None else f"{self.shards_url.rstrip('/')}/{file}"
+
+    def _run_seed(self) -> int:
+        """Lightning keeps the seed of ``seed_everything`` in this variable."""
+        return int(os.environ.get("PL_GLOBAL_SEED", "0")) if self.seed is None else self.seed
+
+
+def held_out_samples(samples: int, fraction: float, seed: int) -> npt.NDArray[np.bool_]:
+    """Choose the validation samples of a split: bool [samples], ``round(samples * fraction)`` of them true.
+
+    Raises:
+        UserError: the fraction leaves one side without samples.
+    """
+    count = round(samples * fraction)
+    if not 0 < count < samples:
+        raise UserError(f"val_fraction {fraction} of {samples} samples holds out {count}: both sides need some")
+    chosen = np.zeros(samples, np.bool_)
+    chosen[random.Random(mixed("validation", seed)).sample(range(samples), count)] = True
+    return chosen
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+class Digits(ImageShards):
+    """scikit-learn's 8 x 8 grey digits: 1437 train and 360 test images; made on first use."""
+
+    num_classes = 10
+    channels = 1
+    mean = (0.3053,)
+    std = (0.3759,)
+
+    def __init__(
+        self,
+        data_dir: str = "data/digits",
+        batch_size: int = 64,
+        num_workers: int = 0,
+        image_size: int = 8,
+        train_transform: TrainTransform = SMALL_GREY,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            data_dir=data_dir,
+            batch_size=batch_size,
+            num_workers=num_workers,
+            image_size=image_size,
+            train_transform=train_transform,
+            **kwargs,
+        )
+
+    def prepare_data(self) -> None:
+        """Convert the bundled digits unless the folder holds a data set already."""
+        if not (self.data_dir / MANIFEST).is_file():
+            from lapbench.datamodules.convert.digits import convert
+
+            convert(self.data_dir)
+
+
+class CIFAR10(ImageShards):
+    """CIFAR-10: 50,000 train and 10,000 test images of 32 x 32 in 10 classes."""
+
+    num_classes = 10
+    mean = (0.4914, 0.4822, 0.4465)
+    std = (0.2470, 0.2435, 0.2616)
+
+    def __init__(
+        self,
+        data_dir: str = "data/cifar10",
+        batch_size: int = 128,
+        num_workers: int = 2,
+        image_size: int = 32,
+        train_transform: TrainTransform = SMALL_COLOR,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            data_dir=data_dir,
+            batch_size=batch_size,
+            num_workers=num_workers,
+            image_size=image_size,
+            train_transform=train_transform,
+            **kwargs,
+        )
+
+
+class CIFAR100(CIFAR10):
+    """CIFAR-100: 50,000 train and 10,000 test images of 32 x 32 in 100 classes."""
+
+    num_classes = 100
+    mean = (0.5071, 0.4865, 0.4409)
+    std = (0.2673, 0.2564, 0.2762)
+
+    def __init__(self, data_dir: str = "data/cifar100", **kwargs: Any) -> None:
+        super().__init__(data_dir=data_dir, **kwargs)
+
+
+class ImageNet(ImageShards):
+    """ImageNet-1k: 1,281,167 train and 50,000 validation images in 1000 classes; tests on the validation split."""
+
+    num_classes = 1000
+    val_split = "val"
+    test_split = "val"
+
+    def __init__(self, data_dir: str = "data/imagenet", batch_size: int = 128, **kwargs: Any) -> None:
+        super().__init__(data_dir=data_dir, batch_size=batch_size, **kwargs)
