@@ -1,0 +1,133 @@
+"""Which run belongs into which cell of a table: from the records, and from the plans of the sweeps they are part of."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lapbench.errors import UserError
+from lapbench.results.plan import Plan, PlannedRun
+from lapbench.results.record import Record
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run and its place: ``row`` is its head schedule. ``record`` is None as long as it was not started."""
+
+    row: str
+    column: str
+    seed: str
+    folder: Path
+    record: Record | None
+    labels: Mapping[str, str]
+
+    @property
+    def status(self) -> str:
+        return self.record.status if self.record else "not started"
+
+
+@dataclass(frozen=True)
+class Cells:
+    """The runs of each (row, column), the rows and columns in order, and the records that no plan knows."""
+
+    runs: dict[tuple[str, str], list[Run]]
+    rows: list[str]
+    columns: list[str]
+    strays: list[Record]
+
+
+def natural(name: str) -> list[str | int]:
+    """Sort key that puts "2L" before "10L"."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"([0-9]+)", name)]
+
+
+def collect(records: Sequence[Record], plans: Mapping[Path, Plan]) -> Cells:
+    """Place all records and planned runs.
+
+    A record inside a planned sweep's folder is placed by that plan, any other by its data set (and its backbone and
+    task, where the records differ in them).
+
+    Raises:
+        UserError: two runs of the same cell with the same seed.
+    """
+    inside = {folder: [r for r in records if r.folder and r.folder.is_relative_to(folder)] for folder in plans}
+    planned = {id(record) for found in inside.values() for record in found}
+    runs, strays = [], []
+    for folder, plan in plans.items():
+        prefix = f"{folder.name}: " if len(plans) > 1 else ""
+        by_name = {r.folder.relative_to(folder).as_posix(): r for r in inside[folder] if r.folder}
+        runs += _place_planned(folder, plan, by_name, prefix)
+        strays += [record for name, record in by_name.items() if name not in {run.folder for run in plan.runs}]
+    columns = list(dict.fromkeys(run.column for run in runs))
+    others = _place_unplanned([record for record in records if id(record) not in planned])
+    columns += sorted({run.column for run in others} - set(columns), key=natural)
+    runs += others
+    cells: dict[tuple[str, str], list[Run]] = {}
+    for run in runs:
+        cells.setdefault((run.row, run.column), []).append(run)
+    _refuse_duplicates(cells.values())
+    return Cells(cells, sorted({run.row for run in runs}, key=natural), columns, strays)
+
+
+def _place_planned(folder: Path, plan: Plan, records: Mapping[str, Record], prefix: str) -> list[Run]:
+    found = [(run, records.get(run.folder)) for run in plan.runs]
+    heads, seeds, others = (plan.axes_for(role) for role in ("schedule", "seed", "column"))
+    data = Counter(record.data for _, record in found if record)
+    schedules = {run.labels[axis]: record.schedule for run, record in found if record for axis in heads}
+    schedule = next(iter(Counter(r.schedule for _, r in found if r)), "?")
+
+    def row(run: PlannedRun, record: Record | None) -> str:
+        if record:
+            return record.schedule
+        if not heads:
+            return schedule
+        label = run.labels[heads[0]]
+        # A run of the same heads knows the schedule's name; a plain number of heads has an obvious one.
+        return schedules.get(label) or (f"{label}L" if label.isdecimal() else label)
+
+    def column(run: PlannedRun, record: Record | None) -> str:
+        if others:
+            return prefix + ", ".join(run.labels[a] if a == "data" else f"{a} {run.labels[a]}" for a in others)
+        return prefix + (record.data if record else max(data, key=data.__getitem__, default=plan.name))
+
+    def seed(run: PlannedRun, record: Record | None) -> str:
+        if seeds:
+            return ", ".join(run.labels[axis] for axis in seeds)
+        return _seed(record) if record else "?"
+
+    return [
+        Run(row(run, record), column(run, record), seed(run, record), folder / run.folder, record, run.labels)
+        for run, record in found
+    ]
+
+
+def _place_unplanned(records: Sequence[Record]) -> list[Run]:
+    differing = [name for name in ("backbone", "task") if len({getattr(record, name) for record in records}) > 1]
+    return [
+        Run(
+            row=record.schedule,
+            column=", ".join([record.data, *(getattr(record, name) for name in differing)]),
+            seed=_seed(record),
+            folder=record.folder or Path(),
+            record=record,
+            labels={},
+        )
+        for record in records
+    ]
+
+
+def _seed(record: Record) -> str:
+    return "none" if record.seed is None else str(record.seed)
+
+
+def _refuse_duplicates(cells: Iterable[list[Run]]) -> None:
+    for runs in cells:
+        folders: dict[str, Path] = {}
+        for run in runs:
+            if run.seed in folders:
+                what = f"{run.row} on {run.column} with seed {run.seed}"
+                raise UserError(
+                    f"two runs of {what}: {folders[run.seed]} and {run.folder}; expected one (move the other elsewhere)"
+                )
+            folders[run.seed] = run.folder

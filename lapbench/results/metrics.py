@@ -1,0 +1,71 @@
+"""What a metric's name says about it: title, unit, and which direction is better. Numbers as tables print them."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MetricKind:
+    """``percent``: a fraction that is printed in percent. ``higher_is_better``: None where nobody has said so."""
+
+    title: str
+    percent: bool = False
+    higher_is_better: bool | None = None
+
+    @property
+    def unit(self) -> str:
+        return " (%)" if self.percent else ""
+
+
+KINDS: dict[str, MetricKind] = {
+    "top1": MetricKind("top-1 accuracy", percent=True, higher_is_better=True),
+    "top5": MetricKind("top-5 accuracy", percent=True, higher_is_better=True),
+    "accuracy": MetricKind("accuracy", percent=True, higher_is_better=True),
+    "loss": MetricKind("loss", higher_is_better=False),
+    "bits_per_byte": MetricKind("bits per byte", higher_is_better=False),
+    "perplexity": MetricKind("perplexity", higher_is_better=False),
+}
+"""By the last part of a metric's name or its ending: "test/top1", "val/ema_loss". Add a metric's direction here."""
+
+DEFAULTS = ("test/top1", "val/top1")
+
+
+def kind_of(metric: str) -> MetricKind:
+    """The kind of a metric named "split/name"; one that `KINDS` does not know is printed but not ranked."""
+    name = metric.rpartition("/")[2]
+    for ending, kind in KINDS.items():
+        if name == ending or name.endswith(f"_{ending}"):
+            return kind
+    return MetricKind(name)
+
+
+def split_of(metric: str) -> str | None:
+    """ "test" for "test/top1", None for a name without a split."""
+    return metric.partition("/")[0] if "/" in metric else None
+
+
+def show(value: float, kind: MetricKind, scale: float | None = None, sign: bool = False) -> str:
+    """``value`` in percent with two decimals, or with four significant digits.
+
+    Args:
+        value: finite.
+        kind: the metric's kind.
+        scale: the number whose four significant digits decide the decimals (default ``value``), so that a mean, its
+            deviation and a difference line up.
+        sign: write the plus of a positive number.
+    """
+    plus = "+" if sign else ""
+    if kind.percent:
+        text = f"{100 * value:{plus}.2f}"
+    else:
+        size = abs(value if scale is None else scale)
+        exponent = math.floor(math.log10(size)) if size else 0
+        text = f"{value:{plus}.{max(0, 3 - exponent)}f}" if -4 <= exponent < 7 else f"{value:{plus}.3e}"
+    return text.lstrip("+-") if float(text) == 0 else text
+
+
+def show_metrics(metrics: dict[str, float], name: str) -> str:
+    """ "test/top1 96.94 %": one metric for a line of progress."""
+    kind, value = kind_of(name), metrics[name]
+    number = show(value, kind) if math.isfinite(value) else str(value)
+    return f"{name} {number} %" if kind.percent else f"{name} {number}"
