@@ -1,0 +1,266 @@
+"""Sweep files: a grid of axes that becomes a list of runs.
+
+A sweep file is YAML::
+
+    name: quickstart                     # default: the file's name
+    base: [supervised/digits]            # --config arguments of each run: names or paths, applied in order
+    axes:
+      # an axis with a key sets that key to each of its values in turn
+      heads: {key: model.init_args.backbone.heads, values: [0, 2, 4]}
+      seed: {key: seed_everything, values: [0, 1, 2]}
+      # a mapping gives the values names of their own: useful for lists, and for values that set several keys;
+      # `config` adds --config arguments for that value
+      order: {key: data.init_args.order, values: {forward: [0, 1], backward: [1, 0]}}
+      data:
+        values:
+          cifar10: {config: supervised/cifar10}
+          imagenet: {config: [supervised/imagenet, supervised/presets/deit3], trainer.max_epochs: 300}
+    overrides: {trainer.max_epochs: 60}  # keys that are set for every run
+    baseline: 0L                         # schedule that the table compares with
+    metric: test/top1                    # metric that the table shows
+
+Keys are those of ``lapbench fit``, written with dots. The runs are all combinations, the first axis varying slowest.
+A run's folder is named after its values: ``heads-2_seed-0``. In the table the axis of ``....heads`` makes the rows,
+that of ``seed_everything`` is averaged over, and any other makes columns.
+"""
+
+import difflib
+import hashlib
+import itertools
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lapbench.config_files import find_config, load_yaml
+from lapbench.errors import UserError
+from lapbench.results.plan import Plan, PlannedRun
+
+TOP_LEVEL = ("name", "base", "axes", "overrides", "baseline", "metric")
+RESERVED = {"config": "use `base` for configs", "run.dir": "each run gets its own folder"}
+LONGEST_LABEL = 24
+LONGEST_FOLDER = 200
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]*")
+_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*\+?")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What one value of an axis sets."""
+
+    configs: tuple[str, ...] = ()
+    keys: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Settings by label, in order. ``role`` is the axis's place in a table, see `lapbench.results.plan.Plan`."""
+
+    name: str
+    role: str
+    settings: dict[str, Setting]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A checked sweep file."""
+
+    name: str
+    source: Path
+    base: tuple[str, ...]
+    axes: tuple[Axis, ...]
+    overrides: dict[str, Any]
+    baseline: str | None
+    metric: str | None
+
+    def plan(self) -> Plan:
+        """All runs of the grid. UserError: a config is missing or broken, or two runs would share a folder."""
+        digests: dict[str, str] = {}
+        runs: dict[str, PlannedRun] = {}
+        for combination in itertools.product(*(axis.settings for axis in self.axes)):
+            labels = dict(zip((axis.name for axis in self.axes), combination, strict=True))
+            run = self._run(labels, digests)
+            # Some file systems do not tell upper from lower case.
+            other = runs.setdefault(run.folder.casefold(), run)
+            if other is not run:
+                raise UserError(f"{self.source}: {other.labels} and {labels} would share the folder {run.folder}")
+        axes = {axis.name: axis.role for axis in self.axes}
+        return Plan(self.name, axes, tuple(runs.values()), self.baseline, self.metric)
+
+    def _run(self, labels: dict[str, str], digests: dict[str, str]) -> PlannedRun:
+        settings = [axis.settings[labels[axis.name]] for axis in self.axes]
+        configs = [*self.base, *(name for setting in settings for name in setting.configs)]
+        if not configs:
+            raise UserError(f"{self.source}: key 'base': expected at least one config, got none")
+        for name in configs:
+            if name not in digests:
+                digests[name] = _digest(load_yaml(find_config(name)))
+        keys = self.overrides | {key: value for setting in settings for key, value in setting.keys.items()}
+        arguments = [part for name in configs for part in ("--config", name)]
+        arguments += [f"--{key}={as_argument(value)}" for key, value in keys.items()]
+        folder = "_".join(f"{safe(axis)}-{safe(label)}" for axis, label in labels.items())
+        if len(folder) > LONGEST_FOLDER:
+            raise UserError(
+                f"{self.source}: folder name of {len(folder)} characters, expected at most {LONGEST_FOLDER}"
+            )
+        return PlannedRun(folder, labels, tuple(arguments), {name: digests[name] for name in configs})
+
+
+def load_sweep(path_or_name: str | Path) -> Sweep:
+    """Read a sweep file, by path or by name ("quickstart" or "sweeps/quickstart").
+
+    Raises:
+        UserError: not found, bad YAML, or a key that is wrong: names file, key, what was expected and what was got.
+    """
+    path = find_config(str(path_or_name), below="sweeps")
+    values = load_yaml(path)
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: expected a mapping with the keys {', '.join(TOP_LEVEL)}, got {_kind(values)}")
+    for key in values:
+        if key not in TOP_LEVEL:
+            near = difflib.get_close_matches(str(key), TOP_LEVEL, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(TOP_LEVEL)}"
+            raise UserError(f"{path}: unknown key {key!r}: {hint}")
+    name = values.get("name", path.stem)
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise UserError(f"{path}: key 'name': expected letters, digits, '.', '_' and '-', got {name!r}")
+    overrides = _keys(values.get("overrides") or {}, f"{path}: key 'overrides'")
+    sweep = Sweep(
+        name=name,
+        source=path,
+        base=_configs(values.get("base") or [], f"{path}: key 'base'"),
+        axes=_axes(values.get("axes"), f"{path}: key 'axes'"),
+        overrides=overrides,
+        baseline=_optional_text(values, "baseline", path),
+        metric=_optional_text(values, "metric", path),
+    )
+    _refuse_conflicts(sweep)
+    return sweep
+
+
+def _axes(values: Any, where: str) -> tuple[Axis, ...]:
+    if not isinstance(values, dict) or not values:
+        raise UserError(f"{where}: expected a mapping of at least one axis, got {_kind(values)}")
+    axes: list[Axis] = []
+    for name, value in values.items():
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise UserError(f"{where}: axis {name!r}: expected a name of letters, digits, '.', '_' and '-'")
+        axis = _axis(name, value, f"{where}: axis {name!r}")
+        if axis.role == "schedule" and any(other.role == "schedule" for other in axes):
+            axis = Axis(axis.name, "column", axis.settings)  # a table has one axis of rows
+        axes.append(axis)
+    return tuple(axes)
+
+
+def _axis(name: str, value: Any, where: str) -> Axis:
+    if not isinstance(value, dict) or "values" not in value or not value.keys() <= {"key", "values"}:
+        raise UserError(f"{where}: expected {{key: ..., values: ...}} or {{values: ...}}, got {_shorten(value)}")
+    key, values = value.get("key"), value["values"]
+    if not isinstance(values, (list, dict)) or not values:
+        raise UserError(f"{where}: key 'values': expected a list or mapping of at least one value, got {_kind(values)}")
+    pairs = [(as_argument(v), v) for v in values] if isinstance(values, list) else list(values.items())
+    settings: list[tuple[str, Setting]] = []
+    for label, item in ((as_argument(label), item) for label, item in pairs):
+        if "key" in value:
+            settings.append((label, Setting(keys=_keys({key: item}, where))))
+        elif isinstance(values, dict):
+            settings.append((label, _setting(item, f"{where}: value {label!r}")))
+        else:
+            raise UserError(f"{where}: a list of values needs a `key` (without one: a mapping of label to settings)")
+    labels = [label for label, _ in settings]
+    if len(set(labels)) < len(labels):
+        repeated = next(label for label in labels if labels.count(label) > 1)
+        raise UserError(f"{where}: key 'values': expected each value once, got {repeated} twice")
+    return Axis(name, _role(key), dict(settings))
+
+
+def _role(key: str | None) -> str:
+    if key == "seed_everything":
+        return "seed"
+    return "schedule" if key is not None and key.rpartition(".")[2] == "heads" else "column"
+
+
+def _setting(value: Any, where: str) -> Setting:
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: expected a mapping of keys (and `config`), got {_kind(value)}")
+    configs = _configs(value.get("config") or [], f"{where}: key 'config'")
+    return Setting(configs, _keys({key: v for key, v in value.items() if key != "config"}, where))
+
+
+def _configs(value: Any, where: str) -> tuple[str, ...]:
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise UserError(f"{where}: expected a config or a list of configs, got {_shorten(value)}")
+    return tuple(names)
+
+
+def _keys(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: expected a mapping of keys to values, got {_kind(value)}")
+    for key in value:
+        if not isinstance(key, str) or not _KEY.fullmatch(key):
+            raise UserError(f"{where}: expected a key of `lapbench fit` such as trainer.max_epochs, got {key!r}")
+        if key in RESERVED:
+            raise UserError(f"{where}: key {key!r} cannot be set here: {RESERVED[key]}")
+    return dict(value)
+
+
+def _optional_text(values: Mapping[str, Any], key: str, path: Path) -> str | None:
+    value = values.get(key)
+    if value is not None and not (isinstance(value, str) and value):
+        raise UserError(f"{path}: key {key!r}: expected a name, got {value!r}")
+    return value
+
+
+def _refuse_conflicts(sweep: Sweep) -> None:
+    """A key may be set in one place only: elsewhere one of the two values would be lost without a word."""
+    owners = dict.fromkeys(sweep.overrides, "overrides")
+    for axis in sweep.axes:
+        keys = dict.fromkeys(key for setting in axis.settings.values() for key in setting.keys)
+        for key in keys:
+            for other, owner in owners.items():
+                if _overlap(key, other):
+                    what = f"key {key!r}" if key == other else f"keys {key!r} and {other!r}"
+                    raise UserError(
+                        f"{sweep.source}: {what}: expected in one place, got axis {axis.name!r} and {owner}"
+                    )
+        owners |= dict.fromkeys(keys, f"axis {axis.name!r}")
+
+
+def _overlap(a: str, b: str) -> bool:
+    return a == b or a.startswith(f"{b}.") or b.startswith(f"{a}.")
+
+
+def as_argument(value: Any) -> str:
+    """A YAML value as ``lapbench fit`` reads it after ``--key=``, and as tables call it."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def safe(label: str) -> str:
+    """``label`` as part of a folder's name; a long or structured one is cut and gets a digest to stay distinct."""
+    name = re.sub(r"[^A-Za-z0-9.+-]+", "-", label)
+    if len(label) <= LONGEST_LABEL and not label.startswith(("[", "{")) and name.strip("-."):
+        return name
+    return f"{name[:LONGEST_LABEL].strip('-.')}-{_digest(label)}".lstrip("-")
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    if isinstance(value, (dict, list)):
+        return f"{'a mapping' if isinstance(value, dict) else 'a list'}{' without entries' if not value else ''}"
+    return _shorten(value)
+
+
+def _shorten(value: Any, width: int = 60) -> str:
+    text = repr(value)
+    return text if len(text) <= width else f"{text[: width - 3]}..."

@@ -1,0 +1,71 @@
+"""What is already there of a sweep: which runs are finished, and whether all were made with the sweep's arguments."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from lapbench.errors import UserError
+from lapbench.results.plan import FILE_NAME as PLAN_FILE
+from lapbench.results.plan import Plan, PlannedRun, read_plan
+from lapbench.results.record import FILE_NAME as RECORD_FILE
+from lapbench.results.record import Record, read_record
+
+
+def find_record(folder: Path) -> Record | None:
+    """The record in a run's folder, None before the run has written one. UserError: it cannot be read."""
+    return read_record(folder) if (folder / RECORD_FILE).exists() else None
+
+
+def find_records(out: Path, plan: Plan) -> dict[str, Record]:
+    """The records of the planned runs by folder name."""
+    found = {run.folder: find_record(out / run.folder) for run in plan.runs}
+    return {name: record for name, record in found.items() if record}
+
+
+def reconcile(out: Path, plan: Plan) -> Plan:
+    """Check ``plan`` against the runs that an earlier version of the sweep made in ``out``.
+
+    Returns:
+        ``plan``, knowing the runs that are no longer part of it.
+
+    Raises:
+        UserError: a run that has a record was made with other arguments or configs, or by something else than this
+            sweep: starting it again would mix the results of two configurations in one table.
+    """
+    earlier = read_plan(out) if (out / PLAN_FILE).exists() else Plan(plan.name, plan.axes, ())
+    known = {run.folder: run for run in (*earlier.retired, *earlier.runs)}
+    for run in plan.runs:
+        if not (out / run.folder / RECORD_FILE).exists():
+            continue
+        advice = "use another --out, or move that folder away to run it anew"
+        if run.folder not in known:
+            raise UserError(f"{out / run.folder} holds a run that this sweep did not make: {advice}")
+        if difference := _difference(known[run.folder], run):
+            raise UserError(f"{out / run.folder} holds a run with other settings: {difference}; {advice}")
+    current = {run.folder for run in plan.runs}
+    gone = (run for name, run in known.items() if name not in current and (out / name / RECORD_FILE).exists())
+    return replace(plan, retired=tuple(gone))
+
+
+def _difference(old: PlannedRun, new: PlannedRun) -> str | None:
+    """What differs between two versions of a run, in words; None if nothing does."""
+    if old.arguments != new.arguments:
+        before, after = _joined(old.arguments), _joined(new.arguments)
+        gone = " ".join(argument for argument in before if argument not in after)
+        come = " ".join(argument for argument in after if argument not in before)
+        if not gone and not come:
+            return f"{' '.join(before)} then, {' '.join(after)} now (another order)"
+        return f"{gone or 'nothing'} then, {come or 'nothing'} now"
+    changed = [name for name, digest in new.configs.items() if old.configs.get(name) != digest]
+    return f"the content of config {', '.join(changed)} has changed since" if changed else None
+
+
+def _joined(arguments: Sequence[str]) -> list[str]:
+    """Arguments with each ``--config`` and its name in one."""
+    joined: list[str] = []
+    for argument in arguments:
+        if joined and joined[-1] == "--config":
+            joined[-1] = f"--config {argument}"
+        else:
+            joined.append(argument)
+    return joined
