@@ -157,8 +157,11 @@ def _check_sample(sample: dict[str, int], where: str) -> None:
 
 
 def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path, num_classes: int | None) -> int:
-    stream = tar.extractfile(member)
-    text = stream.read(32).strip() if stream else b""
+    try:
+        stream = tar.extractfile(member)
+        text = stream.read(32).strip() if stream else b""
+    except tarfile.TarError as error:
+        raise UserError(f"{path} is truncated (in member {member.name}): {error}") from error
     expected = "a class index in ASCII digits" if num_classes is None else f"0..{num_classes - 1} in ASCII digits"
     if (
         member.size > 32

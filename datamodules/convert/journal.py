@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -45,8 +46,10 @@ class Journal:
 
     def __enter__(self) -> "Journal":
         try:
-            self._stream = self._locked()
-            self._read()
+            with ExitStack() as undo:
+                self._stream = undo.enter_context(self._locked())
+                self._read()
+                undo.pop_all()
         except OSError as error:
             raise self._failure(error) from error
         return self

@@ -137,12 +137,15 @@ def _begin(journal: Journal, header: dict[str, Any], out: Path) -> None:
     if journal.header is None:
         strangers = sorted(path.name for path in out.iterdir() if path.name != JOURNAL)
         if strangers:
+            journal.remove()
             raise UserError(f"the folder {out} is not empty ({strangers[0]}) and no conversion: choose a new --out")
         journal.begin(header)
     else:
         made, asked = journal.header, header
         what = f"{out} holds an unfinished conversion of"
         _must_agree(what, made["dataset"], made["settings"], asked["dataset"], asked["settings"])
+        for left_over in out.glob(f".{MANIFEST}.*"):  # killed while the manifest was being written
+            left_over.unlink()
 
 
 def _check_finished_shards(journal: Journal, skip_damaged: bool, progress: bool) -> None:
@@ -172,10 +175,9 @@ def _write_split(
     position, total = done[-1].position if done else 0, source.sizes[split]
     damaged: list[str] = []
     with (
-        Bar(f"{source.dataset} {split}", total, progress) as bar,
+        Bar(f"{source.dataset} {split}", total, progress, start=position) as bar,
         closing(_generator(source, split, position)) as samples,
     ):
-        bar.advance(position)
         while position < total:
             path = journal.path.parent / f"{split}-{len(done):06d}.tar"
             with ShardWriter(path) as shard:

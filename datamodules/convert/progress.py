@@ -17,7 +17,8 @@ class _Rate(ProgressColumn):
 class Bar:
     """``with Bar("train", total) as bar: bar.advance(3)``; silent when ``shown`` is False."""
 
-    def __init__(self, label: str, total: int, shown: bool = True, unit: str = "images") -> None:
+    def __init__(self, label: str, total: int, shown: bool = True, unit: str = "images", start: int = 0) -> None:
+        # What was done before counts as completed but not towards the rate, or the time left would be far too short.
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
@@ -27,7 +28,7 @@ class Bar:
             console=Console(stderr=True),
             disable=not shown,
         )
-        self._task = self._progress.add_task(label, total=total, unit=unit)
+        self._task = self._progress.add_task(label, total=total, completed=start, unit=unit)
 
     def advance(self, count: int) -> None:
         """Count ``count`` more."""
