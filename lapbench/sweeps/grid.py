@@ -171,6 +171,8 @@ def _axis(name: str, value: Any, where: str) -> Axis:
         else:
             raise UserError(f"{where}: a list of values needs a `key` (without one: a mapping of label to settings)")
     labels = [label for label, _ in settings]
+    if broken := next((label for label in labels if "\0" in label), None):
+        raise UserError(f"{where}: value {broken!r}: a NUL character cannot be passed to a program")
     if len(set(labels)) < len(labels):
         repeated = next(label for label in labels if labels.count(label) > 1)
         raise UserError(f"{where}: key 'values': expected each value once, got {repeated} twice")
