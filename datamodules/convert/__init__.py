@@ -45,7 +45,8 @@ def _parser() -> ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="DATASET", title="data sets")
     for name, command in COMMANDS.items():
-        command.configure(commands.add_parser(name, help=command.summary, description=command.description))
+        description = command.description.replace("``", "")  # written as documentation of the module
+        command.configure(commands.add_parser(name, help=command.summary, description=description))
     return parser
 
 

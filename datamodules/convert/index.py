@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 from lapbench.datamodules.convert.command import Command, positive
 from lapbench.datamodules.convert.formats import IMAGE_EXTENSIONS, shorten
+from lapbench.datamodules.convert.journal import JOURNAL
 from lapbench.datamodules.convert.progress import Bar
 from lapbench.datamodules.convert.writer import file_sha256
 from lapbench.datamodules.manifest import MANIFEST, Manifest, Shard, is_plain_name
@@ -43,10 +44,12 @@ def index(
 
     Raises:
         UserError: no such shards, a shard that is empty, truncated or unsafe, a sample without image or label, or a
-            manifest that `lapbench data` wrote for a conversion.
+            folder that a conversion wrote.
     """
     if not folder.is_dir():
         raise UserError(f"no folder {folder}")
+    if (folder / JOURNAL).exists():
+        raise UserError(f"{folder} holds an unfinished conversion: finish it, and it has its manifest")
     if (folder / MANIFEST).is_file() and Manifest.load(folder).source.get("method") != METHOD:
         raise UserError(f"{folder} holds a converted data set, which has its manifest already")
     files = {split: _matches(folder, split, pattern) for split, pattern in patterns.items()}

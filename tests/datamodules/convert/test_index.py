@@ -169,3 +169,6 @@ def test_missing_folder_and_converted_folder(folder: Path, tmp_path: Path) -> No
     (folder / "manifest.json").write_text(json.dumps(manifest | {"source": {"origin": "x"}}))
     with pytest.raises(UserError, match=r"holds a converted data set"):
         index(folder)
+    (folder / ".convert.journal").touch()
+    with pytest.raises(UserError, match=r"holds an unfinished conversion"):
+        index(folder)
