@@ -60,7 +60,7 @@ def _report(manifest: Manifest, already: bool, folder: str) -> str:
         f"{manifest.num_classes} classes in {len(shards)} shard{'s' * (len(shards) != 1)} ({size:,.1f} MB) in {folder}"
     ]
     if damaged := manifest.source.get(DAMAGED):
-        lines.append(f"left out {len(damaged)} damaged images, listed in the manifest; the first is {damaged[0]}")
+        lines.append(f"damaged images left out: {len(damaged)}, listed in the manifest; the first is {damaged[0]}")
     config = manifest.dataset if manifest.dataset in COMMANDS else "CONFIG"
     lines.append(f"next: lapbench fit --config supervised/{config} --data.init_args.data_dir {shlex.quote(folder)}")
     return "\n".join(lines) + "\n"

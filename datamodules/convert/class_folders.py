@@ -26,7 +26,11 @@ READERS, AHEAD = 8, 64
 
 
 class ClassFolders:
-    """Class folders as a `pipeline.Source`. Holds the file names (150 MB for ImageNet), never the images."""
+    """Class folders as a `pipeline.Source`. Holds the file names (150 MB for ImageNet), never the images.
+
+    Attributes:
+        ignored: the number of files in class folders that are no images by their names.
+    """
 
     dataset = "imagenet"
 
@@ -55,8 +59,7 @@ class ClassFolders:
         self.sizes = {split: len(files) for split, files in self._files.items()}
         # Names and sizes, not contents: enough to notice that files came, went or were replaced.
         self.settings: dict[str, Any] = {"layout": "class folders", "listing_sha256": digest.hexdigest()}
-        if ignored:
-            self.settings["ignored_files"] = ignored
+        self.ignored = ignored
 
     def samples(self, split: str, start: int) -> Iterator[Sample]:
         """The samples of ``split`` from ``start`` on, in the seeded order."""

@@ -11,6 +11,7 @@ from lapbench.datamodules.convert import pipeline
 from lapbench.datamodules.convert.class_folders import ClassFolders
 from lapbench.datamodules.convert.command import Command, add_out, add_shard_size, add_source, existing
 from lapbench.datamodules.convert.parquet import Parquet, find
+from lapbench.datamodules.convert.progress import notice
 from lapbench.datamodules.manifest import Manifest
 from lapbench.errors import UserError
 
@@ -20,7 +21,11 @@ def open_source(folder: Path) -> pipeline.Source:
     if not existing(folder).is_dir():
         raise UserError(f"--source {folder} must be a folder: class folders train/ and val/, or parquet files")
     files = find(folder)
-    return Parquet(folder, files) if files else ClassFolders(folder)
+    if files:
+        return Parquet(folder, files)
+    source = ClassFolders(folder)
+    notice(f"{source.ignored} files that are no images are ignored", source.ignored > 0)
+    return source
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:

@@ -37,7 +37,7 @@ def test_class_folders(tmp_path: Path, class_folders: Path, tiny: Any, read_shar
     assert sorted(int(key) for key, *_ in val) == list(range(12)) != [int(key) for key, *_ in val]
 
 
-def test_wordnet_ids_and_png_in_disguise(tmp_path: Path, tiny: Any, read_shards: Any) -> None:
+def test_wordnet_ids_and_png_in_disguise(tmp_path: Path, tiny: Any, read_shards: Any, capsys: Any) -> None:
     names = ["n02105855", "n01440764", "n10565667"]
     for split in ("train", "val"):
         for number, name in enumerate(names):
@@ -49,7 +49,7 @@ def test_wordnet_ids_and_png_in_disguise(tmp_path: Path, tiny: Any, read_shards:
     assert convert(tmp_path / "in", tmp_path / "out") == 0
     manifest = Manifest.load(tmp_path / "out")
     assert manifest.classes == ("n01440764", "n02105855", "n10565667")
-    assert manifest.source["ignored_files"] == 2
+    assert "2 files that are no images are ignored" in capsys.readouterr().err
     samples = read_shards(tmp_path / "out", "train")
     assert {(ext, image, label) for _, ext, image, label in samples} == {
         ("jpg", tiny.jpeg(1), 0),
@@ -102,7 +102,7 @@ def test_damaged_images(tmp_path: Path, class_folders: Path, read_shards: Any, c
     assert kept.items() <= {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}.items()
     damaged = [str(class_folders / "train/4/img_1.JPEG"), str(class_folders / "val/7/img_50.JPEG")]
     assert Manifest.load(out).source["damaged"] == damaged
-    assert f"left out 2 damaged images, listed in the manifest; the first is {damaged[0]}" in capsys.readouterr().out
+    assert f"damaged images left out: 2, listed in the manifest; the first is {damaged[0]}" in capsys.readouterr().out
     assert Counter(label for *_, label in read_shards(out, "train")) == {c: 3 - (c == 4) for c in range(12)}
     assert [s.samples for s in Manifest.load(out).split("val")] == [5, 5, 1]
     # The same from the start gives the same bytes, damaged or not where a shard ends.
