@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lapbench.errors import UserError
-from lapbench.results.plan import Plan, PlannedRun
+from lapbench.results.plan import LOG_NAME, Plan, PlannedRun
 from lapbench.results.record import Record
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run and its place: ``row`` is its head schedule. ``record`` is None as long as it was not started."""
+    """A run and its place: ``row`` is its head schedule. ``record`` is None as long as it has written none."""
 
     row: str
     column: str
@@ -24,7 +24,10 @@ class Run:
 
     @property
     def status(self) -> str:
-        return self.record.status if self.record else "not started"
+        """The record's; before there is one, "not started", or "no record" if the sweep's log shows that it was."""
+        if self.record:
+            return self.record.status
+        return "no record" if (self.folder / LOG_NAME).exists() else "not started"
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from lapbench.errors import UserError
 from lapbench.results.files import read_json, write_json
 
 FILE_NAME = "sweep.json"
+LOG_NAME = "log.txt"
+"""Output of a run, in its folder: there from the moment that the sweep first started it."""
 FORMAT = 1
 ROLES = ("schedule", "seed", "column")
 

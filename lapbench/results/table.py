@@ -29,7 +29,7 @@ class Entry:
     run: Run
     value: float | None
     state: str
-    """ "done", "nan", "inf", "-inf", "no metric", "running", "failed", "interrupted" or "not started"."""
+    """ "done", "nan", "inf", "-inf", "no metric", "running", "failed", "interrupted", "not started" or "no record"."""
 
 
 @dataclass(frozen=True)
@@ -189,8 +189,9 @@ def _caption(metric: str, kind: MetricKind, baseline: str | None, cells: Mapping
     if len(checkpoints) == 1:
         parts.append(f"checkpoint scored: {next(iter(checkpoints))}")
     elif checkpoints:
-        parts.append("checkpoints scored: " + ", ".join(f"{name} ({n} runs)" for name, n in checkpoints.items()))
-    if baseline:
+        counts = (f"{name} ({n} of {len(records)} runs)" for name, n in checkpoints.items())
+        parts.append(f"checkpoints scored: {', '.join(counts)}")
+    if any(cell.difference is not None for cell in cells.values()):
         parts.append(f"Δ: difference to {baseline}{' in points' if kind.percent else ''}, before rounding")
     return "; ".join(parts) + "."
 

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 Rows = Sequence[tuple[str, Sequence[tuple[Sequence[str], int | None, bool]]]]
 """For each row its name, and for each column its texts, its rank (1, 2, None), and whether it is complete."""
 
+PAGE_COLUMNS = 3
+"""Columns of a leaderboard, each with mean, n and difference, that fit beside each other on a printed page."""
+
 _LATEX = str.maketrans(
     {
         "\\": r"\textbackslash{}",
@@ -35,19 +38,34 @@ def escape_latex(value: str) -> str:
 
 
 def latex(title: str, columns: Sequence[str], headers: Sequence[str], rows: Rows, footer: Sequence[str]) -> str:
-    """A ``table`` environment; the document needs ``\\usepackage[T1]{fontenc}`` and ``\\usepackage{booktabs}``."""
-    span = len(headers)
-    groups = "".join(f" & \\multicolumn{{{span}}}{{c}}{{{escape_latex(column)}}}" for column in columns)
-    rules = " ".join(f"\\cmidrule(lr){{{2 + i * span}-{1 + (i + 1) * span}}}" for i in range(len(columns)))
+    """A ``table`` environment; the document needs ``\\usepackage[T1]{fontenc}`` and ``\\usepackage{booktabs}``.
+
+    A page is `PAGE_COLUMNS` columns wide: the others go into further tabulars below.
+    """
     caption, *notes = footer
     lines = [
         "% Needs \\usepackage[T1]{fontenc} and \\usepackage{booktabs}.",
         "\\begin{table}",
         "  \\centering",
         f"  \\caption{{{escape_latex(title)}. {escape_latex(caption)}}}",
+    ]
+    lines += ["  \\footnotesize\\setlength{\\tabcolsep}{3pt}"] if len(columns) >= PAGE_COLUMNS else []
+    for start in range(0, len(columns), PAGE_COLUMNS):
+        part = slice(start, start + PAGE_COLUMNS)
+        lines += ["  \\par\\medskip"] if start else []
+        lines += _tabular(columns[part], headers, [(name, cells[part]) for name, cells in rows])
+    lines += [f"  \\par\\smallskip{{\\footnotesize {escape_latex(note)}}}" for note in notes]
+    return "\n".join([*lines, "\\end{table}"]) + "\n"
+
+
+def _tabular(columns: Sequence[str], headers: Sequence[str], rows: Rows) -> list[str]:
+    span = len(headers)
+    groups = " & ".join(f"\\multicolumn{{{span}}}{{c}}{{{escape_latex(column)}}}" for column in columns)
+    rules = " ".join(f"\\cmidrule(lr){{{2 + i * span}-{1 + (i + 1) * span}}}" for i in range(len(columns)))
+    lines = [
         f"  \\begin{{tabular}}{{l{'r' * span * len(columns)}}}",
         "    \\toprule",
-        f"    {groups} \\\\".replace("     &", "    &"),
+        f"    & {groups} \\\\",
         f"    {rules}",
         "    heads & " + " & ".join(escape_latex(name) for _ in columns for name in headers) + " \\\\",
         "    \\midrule",
@@ -58,9 +76,7 @@ def latex(title: str, columns: Sequence[str], headers: Sequence[str], rows: Rows
             first, *rest = (_latex_number(text) for text in texts)
             parts += [{None: first, 1: f"\\textbf{{{first}}}", 2: f"\\underline{{{first}}}"}[rank], *rest]
         lines.append("    " + " & ".join(parts) + " \\\\")
-    lines += ["    \\bottomrule", "  \\end{tabular}"]
-    lines += [f"  \\par\\smallskip{{\\footnotesize {escape_latex(note)}}}" for note in notes]
-    return "\n".join([*lines, "\\end{table}"]) + "\n"
+    return [*lines, "    \\bottomrule", "  \\end{tabular}"]
 
 
 def _latex_number(text: str) -> str:
@@ -78,7 +94,8 @@ table { border-top: 2px solid; border-bottom: 2px solid; }
 th, td { padding: .3rem .8rem; text-align: right; white-space: nowrap; }
 th[scope=row], thead th:first-child { text-align: left; }
 th[scope=colgroup] { text-align: center; border-bottom: 1px solid; }
-thead tr:last-child th { font-weight: normal; border-bottom: 1px solid; }
+thead tr:last-child th { font-weight: normal; }
+thead tr:last-child th, thead th[rowspan] { border-bottom: 1px solid; }
 .incomplete { font-style: italic; opacity: .75; }
 p { margin: .5rem 0; overflow-wrap: anywhere; }
 footer { font-size: .9rem; }

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from lapbench.errors import UserError
 from lapbench.process import PARENT_VARIABLE
-from lapbench.results.plan import PlannedRun
+from lapbench.results.plan import LOG_NAME, PlannedRun
 from lapbench.results.record import FILE_NAME as RECORD_FILE
 from lapbench.results.record import Record
 from lapbench.sweeps.progress import Display, duration, score_of
@@ -31,7 +31,6 @@ MOST_FRUITLESS = 3
 """Times in a row that a run may ask to be started again without having come further."""
 POLL_SECONDS = 0.1
 TICK_SECONDS = 1.0
-LOG_NAME = "log.txt"
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -112,6 +111,7 @@ class Runner:
                 for job in [job for job in self.running if job.process.poll() is not None]:
                     self.running.remove(job)
                     self._ended(job)
+                    next_tick = 0.0
                 if time.monotonic() >= next_tick:
                     next_tick = time.monotonic() + TICK_SECONDS
                     self.display.tick(self.done, {job.run.folder: self._record(job) for job in self.running})
@@ -132,10 +132,11 @@ class Runner:
 
     def _forward_signal(self) -> None:
         """Pass a stop on to the runs, once gently (they save and exit with 75), at a second signal for good."""
-        if self.signals and not self.asked:
+        if self.signals and self.running and not self.asked:
             self.asked = True
             name = _signal_name(self.outcome.signal or signal.SIGTERM)
-            self.display.say(f"{name}: waiting for {len(self.running)} runs to save and stop (again to kill them)")
+            names = ", ".join(job.run.folder for job in self.running)
+            self.display.say(f"{name}: waiting for {names} to save and stop (a second time kills)")
             for job in self.running:
                 job.process.terminate()
         elif self.signals > 1:

@@ -123,6 +123,14 @@ def test_latex(table: Table) -> None:
     assert "heads & mean $\\pm$ std (\\%) & n & $\\Delta$ \\\\" in lines
 
 
+def test_latex_of_a_wide_table_is_folded() -> None:
+    many = [replace(r, data=f"data{i}", folder=Path(f"{i}/{r.folder}")) for i in range(7) for r in records()[:6]]
+    page = FORMATS["latex"](leaderboard(many))
+    assert [len(columns) for columns in re.findall(r"begin{tabular}{l(r+)}", page)] == [6, 6, 2]
+    assert page.count("2L & \\textbf{96.00 $\\pm$ 1.00} & $+4.00$") == 3
+    assert page.count("\\begin{table}") == 1
+
+
 def test_latex_escapes_everything_special(hostile: Table) -> None:
     body = FORMATS["latex"](hostile).split("\\begin{table}")[1]
     assert "\\textless{}script\\textgreater{}" in body

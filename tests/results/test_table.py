@@ -169,8 +169,9 @@ def test_the_caption_says_what_the_numbers_are() -> None:
     caption = leaderboard(records).caption
     assert "top-1 accuracy in % on the test split of Digits" in caption
     assert "mean ± standard deviation (ddof 1)" in caption
-    assert "checkpoints scored: last (2 runs), best val/top1 (1 runs)" in caption
+    assert "checkpoints scored: last (2 of 3 runs), best val/top1 (1 of 3 runs)" in caption
     assert "difference to 0L in points" in caption
+    assert "difference" not in leaderboard(column("0L", 0.9, 0.8)).caption
 
 
 def test_unknown_baseline_lists_the_schedules() -> None:
@@ -241,8 +242,10 @@ def test_a_sweep_that_has_just_begun(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main([str(tmp_path)]) == 0
     assert "Incomplete: of 2 runs 2 not started" in capsys.readouterr().out
     write_record(tmp_path / "heads-0", replace(record("0L", 0, None, status="running"), metrics={"val/top1": 0.5}))
+    (tmp_path / "heads-2").mkdir()
+    (tmp_path / "heads-2" / "log.txt").touch()  # it ended, or is still importing, without having written a record
     assert main([str(tmp_path)]) == 0
-    assert "of 2 runs 1 running, 1 not started" in capsys.readouterr().out
+    assert "of 2 runs 1 running, 1 no record" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

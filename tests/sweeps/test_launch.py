@@ -90,7 +90,7 @@ def test_a_failed_run_is_named_and_the_others_go_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], behavior: str, reason: str
 ) -> None:
     out = tmp_path / "out"
-    assert launch(make_plan(tmp_path, behavior=f"{behavior}@heads-0_seed-1"), out, command=FAKE) == 1
+    assert launch(make_plan(tmp_path, behavior=f"{behavior}@heads-0_seed-1"), out, jobs=2, command=FAKE) == 1
     printed = capsys.readouterr().out
     end = printed[printed.index("1 of 4 runs failed:") :]
     assert f"  heads-0_seed-1: {reason}\n    log: {out / 'heads-0_seed-1' / 'log.txt'}\n" in end
@@ -275,27 +275,24 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children with their parent")
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_sigkill_at_any_moment_ends_with_the_same_table(tmp_path: Path, uninterrupted: str, seed: int) -> None:
     sweep, out = write_sweep(tmp_path, epoch_seconds=0.1), tmp_path / "out"
     draw = random.Random(seed)
     finished: dict[str, tuple[int, int]] = {}
-    for _ in range(30):
+    for attempt in range(9):
         process = start_sweep(sweep, out, jobs=1 + seed % 2)
-        try:
-            process.wait(draw.uniform(0.2, 1.6))
-        except subprocess.TimeoutExpired:
+        if attempt < 8:
+            time.sleep(draw.uniform(0.1, 1.2))
             process.kill()
         output, _ = process.communicate()
         pids = [start["pid"] for run in starts(out).values() for start in run]
-        wait_until(lambda pids=pids: not any(is_alive(pid) for pid in pids), seconds=2)  # no orphans
+        wait_until(lambda pids=pids: not any(is_alive(pid) for pid in pids))  # no orphans
         for name, (inode, count) in finished.items():  # finished runs are not touched again
             assert ((out / name / "record.json").stat().st_ino, len(starts(out)[name])) == (inode, count)
         for name in FOLDERS:
             if (out / name / "record.json").exists() and read_record(out / name).status == "finished":
                 finished[name] = (out / name / "record.json").stat().st_ino, len(starts(out)[name])
-        if process.returncode != -signal.SIGKILL:
-            break
     assert process.returncode == 0, output
     assert (out / "table.txt").read_text() == uninterrupted
 
@@ -309,7 +306,7 @@ def test_runs_die_with_a_killed_sweep(tmp_path: Path) -> None:
     assert all(is_alive(pid) for pid in pids)
     process.kill()
     process.communicate()
-    wait_until(lambda: not any(is_alive(pid) for pid in pids), seconds=2)
+    wait_until(lambda: not any(is_alive(pid) for pid in pids))  # by themselves they would take minutes
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -320,7 +317,7 @@ def test_a_signal_lets_the_runs_save_and_says_what_is_left(tmp_path: Path, numbe
     process.send_signal(number)
     output, _ = process.communicate(timeout=20)
     assert process.returncode == status, output
-    assert "waiting for 2 runs to save and stop" in output
+    assert "waiting for heads-0_seed-0, heads-0_seed-1 to save and stop" in output
     assert "Stopped: 4 of 4 runs are unfinished (heads-0_seed-" in output
     assert [read_record(out / name).status for name in FOLDERS[:2]] == ["interrupted"] * 2
     assert sorted(starts(out)) == FOLDERS[:2]
