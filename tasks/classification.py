@@ -58,8 +58,8 @@ class ImageClassification(pl.LightningModule):
     Args:
         backbone: The vision transformer and its head schedule.
         num_classes: Number of classes; on the command line it comes from the data.
-        loss: "ce" is cross-entropy with class indices or, under mixing, soft targets; "bce" is binary cross-entropy with
-            soft targets; "bce_binarized" with every target above 0 set to 1 (DeiT-III).
+        loss: "ce" is cross-entropy with class indices or, under mixing, soft targets; "bce" is binary cross-entropy
+            with soft targets; "bce_binarized" with every target above 0 set to 1 (DeiT-III).
         label_smoothing: Label smoothing.
         mixing: Mixup and CutMix.
         optimizer: Optimizer and peak learning rate.
@@ -85,8 +85,8 @@ class ImageClassification(pl.LightningModule):
         super().__init__()
         if loss == "bce_binarized" and label_smoothing > 0:
             raise UserError(
-                f"label_smoothing: expected 0 with loss bce_binarized, got {label_smoothing}: smoothing lifts every target "
-                "above 0, so binarising would label every class"
+                f"label_smoothing: expected 0 with loss bce_binarized, got {label_smoothing}: smoothing lifts every "
+                "target above 0, so binarising would label every class"
             )
         if not 0 <= label_smoothing < 1:
             raise UserError(f"label_smoothing: expected 0 <= value < 1, got {label_smoothing}")
@@ -143,7 +143,8 @@ class ImageClassification(pl.LightningModule):
             return
         if data.num_classes != self.num_classes:
             raise UserError(
-                f"num_classes: the model has {self.num_classes}, the data set {type(data).__name__} has {data.num_classes}"
+                f"num_classes: the model has {self.num_classes}, "
+                f"the data set {type(data).__name__} has {data.num_classes}"
             )
         if stage == "fit" and self.mixup is not None and data.batch_size % 2:
             raise UserError(f"data.batch_size: mixing pairs samples; expected an even number, got {data.batch_size}")
@@ -181,8 +182,8 @@ class ImageClassification(pl.LightningModule):
         if not torch.isfinite(loss):
             raise NonFiniteLossError(
                 f"train/loss is {loss.item()} at optimizer step {self.trainer.global_step}, epoch "
-                f"{self.trainer.current_epoch}, batch {batch_idx}: expected a finite number; a lower learning rate, a longer "
-                "warm-up or gradient clipping may help"
+                f"{self.trainer.current_epoch}, batch {batch_idx}: expected a finite number; a lower learning rate, "
+                "a longer warm-up or gradient clipping may help"
             )
         detached = loss.detach()
         self.train_loss.update(detached, weight=len(labels))
@@ -196,7 +197,8 @@ class ImageClassification(pl.LightningModule):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Logs the learning rate and the gradient norm before clipping."""
         trainer = self.trainer
-        if trainer.global_step % trainer.log_every_n_steps and not trainer.is_last_batch:
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if trainer.global_step % every and not trainer.is_last_batch:
             return
         gradients = [p.grad for p in self.backbone.parameters() if p.grad is not None]
         self.log("train/grad_norm", nn.utils.get_total_norm(gradients))
@@ -255,4 +257,5 @@ def _loss(name: str, label_smoothing: float, mixed: bool) -> nn.Module:
     """The training loss; under mixing, timm's Mixup has already smoothed the targets."""
     if name == "ce":
         return nn.CrossEntropyLoss(label_smoothing=0.0 if mixed else label_smoothing)
-    return BinaryCrossEntropy(smoothing=label_smoothing, target_threshold=0.0 if name == "bce_binarized" else None)
+    bce: nn.Module = BinaryCrossEntropy(label_smoothing, target_threshold=0.0 if name == "bce_binarized" else None)
+    return bce

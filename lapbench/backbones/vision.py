@@ -107,7 +107,8 @@ class VisionSettings:
     """
 
     name: str
-    heads: int | list[Any] | str | dict[str, Any] = 0
+    # Not a Union of its forms: HeadSchedule.parse says better than jsonargparse what does not fit.
+    heads: Any = 0
     pretrained: bool = False
     weights: str | None = None
     img_size: int | None = None

@@ -52,7 +52,7 @@ class HeadKind:
 
     @classmethod
     def parse(cls, text: object) -> "HeadKind":
-        """Reads a kind: ``laplacian``, ``highpass(0.5)``, ``learned(laplacian)``, or its short code (``L``, ``H0.5``, ``TL``).
+        """Reads a kind: ``laplacian``, ``highpass(0.5)``, ``learned(laplacian)``, or a short code: ``L``, ``H0.5``, ``TL``.
 
         Raises:
             UserError: The name is unknown, or its parameter is missing, not wanted or not a finite number.
@@ -88,7 +88,7 @@ def _learned(start: HeadKind) -> HeadKind:
 
 
 class KindEntry(NamedTuple):
-    """A row of ``KINDS``: the letter used in schedule names, and a constant, or what makes the kind from its parameter."""
+    """A row of ``KINDS``: the letter for schedule names, and a constant or what makes the kind from its parameter."""
 
     letter: str
     kind: HeadKind | None = None

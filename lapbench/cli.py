@@ -1,0 +1,75 @@
+"""The ``lapbench`` command: finds what a command needs, and imports nothing else."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lapbench import __version__
+from lapbench.errors import UserError
+
+
+class Command(NamedTuple):
+    """Where a command lives, and its line in ``lapbench --help``."""
+
+    target: str
+    help: str
+
+
+COMMANDS: dict[str, Command] = {
+    "fit": Command("lapbench.training.commands:fit", "train a model, then test it; resumes an unfinished run"),
+    "validate": Command("lapbench.training.commands:validate", "score a run's checkpoint on the validation split"),
+    "test": Command("lapbench.training.commands:test", "score a run's checkpoint on the test split"),
+    "predict": Command("lapbench.training.commands:predict", "write a run's predictions for the test split"),
+    "data": Command("lapbench.datamodules.convert:main", "convert a data set to WebDataset shards"),
+    "sweep": Command("lapbench.sweeps.launch:main", "train every cell of a grid: schedules x seeds x anything"),
+    "table": Command("lapbench.results.table:main", "print the leaderboard of a folder of runs"),
+}
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS)) + 2
+    lines = [f"  {name:<{width}}{command.help}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: lapbench <command> [options]",
+            "",
+            "Benchmark of Laplacian heads and other ways of steering token smoothing in transformers.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "Each command explains its options with --help. An error that you can mend is one line, exit status 2.",
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit status: 0 done, 1 a run failed, 2 bad input, 75 interrupted, start again."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return 0
+    if arguments[0] == "--version":
+        print(f"lapbench {__version__}")
+        return 0
+    name, *rest = arguments
+    try:
+        if name not in COMMANDS:
+            raise UserError(f"unknown command {name!r}; expected one of {', '.join(COMMANDS)}{_did_you_mean(name)}")
+        module, function = COMMANDS[name].target.split(":")
+        status: int = getattr(importlib.import_module(module), function)(rest)
+    except UserError as error:
+        print(f"lapbench: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader of our output has gone, as in `lapbench table DIR | head -1`
+        sys.stderr.close()
+        return 141
+    return status
+
+
+def _did_you_mean(name: str) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""

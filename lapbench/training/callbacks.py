@@ -1,0 +1,95 @@
+"""Callbacks of every run: checkpoints, seeding, throughput, record, progress in log files, non-finite losses."""
+
+import random
+import sys
+import time
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lapbench.tasks.classification import NonFiniteLossError
+from lapbench.training.recording import RecordWriter
+from lapbench.training.run_folder import CHECKPOINTS, RunFolder
+from lapbench.training.throughput import Throughput
+
+
+def fit_callbacks(folder: RunFolder, seed: int) -> list[pl.Callback]:
+    """What every training run has besides the callbacks of its config."""
+    assert folder.path is not None
+    # No metric in the names: "val/top1" would make a sub-folder.
+    checkpoint = partial(
+        ModelCheckpoint, folder.path / CHECKPOINTS, auto_insert_metric_name=False, enable_version_counter=False
+    )
+    throughput = Throughput()
+    callbacks: list[pl.Callback] = [
+        StepSeeds(seed),
+        throughput,
+        RecordWriter(folder, throughput, seed),
+        SaveNonFinite(folder),
+        checkpoint(filename="last", save_on_train_epoch_end=True),
+    ]
+    if folder.settings.test == "best":
+        monitor, mode = folder.settings.monitor, folder.settings.monitor_mode
+        callbacks.append(checkpoint(filename="best", monitor=monitor, mode=mode))
+    if not sys.stderr.isatty():  # a progress bar in a log file is a mess
+        callbacks.append(EpochLines())
+    return callbacks
+
+
+class StepSeeds(pl.Callback):
+    """Seeds the main process's generators from (seed, rank, batch) at each training batch.
+
+    Dropout, drop-path and mixing then do not depend on what was drawn before, so that a resumed run repeats them.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Seeds python, numpy and torch."""
+        done = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        words = np.random.SeedSequence([self.seed, trainer.global_rank, done]).generate_state(3)
+        random.seed(int(words[0]))
+        np.random.seed(int(words[1]))  # noqa: NPY002  timm draws from the global generator
+        torch.default_generator.manual_seed(int(words[2]))
+        if pl_module.device.type == "cuda":
+            torch.cuda.manual_seed(int(words[2]))
+
+
+class SaveNonFinite(pl.Callback):
+    """Saves checkpoints/nonfinite.ckpt, the state before the step, when the loss is not finite."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Saves, and says where."""
+        if isinstance(exception, NonFiniteLossError):
+            file = self.folder.checkpoint_file("nonfinite")
+            trainer.save_checkpoint(file)
+            exception.args = (f"{exception}; the state before this step is in {file}",)
+
+
+class EpochLines(pl.Callback):
+    """One line for an epoch on stderr, at most every ten seconds, and the last: progress for log files."""
+
+    def __init__(self, every_seconds: float = 10.0) -> None:
+        self.every_seconds = every_seconds
+        self._next = 0.0
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Prints the epoch and its metrics."""
+        epoch = trainer.current_epoch + 1
+        if time.monotonic() < self._next and epoch != trainer.max_epochs:
+            return
+        self._next = time.monotonic() + self.every_seconds
+        names = ("train/loss_epoch", "val/loss", "val/top1", "train/samples_per_second")
+        metrics = trainer.callback_metrics
+        text = "  ".join(f"{name} {float(metrics[name]):.4g}" for name in names if name in metrics)
+        print(f"epoch {epoch}/{trainer.max_epochs}  {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,137 @@
+"""The commands fit, validate, test and predict."""
+
+import errno
+import json
+import signal
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lapbench.errors import UserError
+from lapbench.process import die_with_parent
+from lapbench.results.record import write_record
+from lapbench.training.parser import CLI
+from lapbench.training.predictions import PredictionWriter
+from lapbench.training.recording import RecordWriter
+
+INTERRUPTED = 75
+_FULL_OR_READ_ONLY = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO)
+
+
+class Interrupted(SystemExit):
+    """SIGTERM arrived: leave with status 75, "start me again"."""
+
+
+def fit(argv: Sequence[str]) -> int:
+    """``lapbench fit``: trains, then tests the declared checkpoint. Returns 0, or 75 when interrupted."""
+    die_with_parent()
+    with _user_errors():
+        cli = _parse("fit", argv)
+        folder, trainer = cli.run_folder, cli.trainer
+        if folder.finished:
+            print(f"{folder.path}: this run has finished already; its results are in record.json", file=sys.stderr)
+            return 0
+        signal.signal(signal.SIGTERM, _interrupt)
+        try:
+            trainer.fit(cli.model, cli.datamodule, ckpt_path=folder.last_checkpoint, weights_only=True)
+            choice = folder.settings.test
+            checkpoint = None if choice == "none" else folder.checkpoint_file(choice)
+            metrics = {} if checkpoint is None else _score(cli, "test", checkpoint)
+            callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+            writer = next(c for c in callbacks if isinstance(c, RecordWriter))
+            writer.finish(trainer, metrics, None if checkpoint is None else choice)
+        except Interrupted:
+            print(f"interrupted; the same command with --run.dir {folder.path} goes on", file=sys.stderr)
+            return INTERRUPTED
+        print(f"finished: {folder.path}  {_show(metrics)}", file=sys.stderr)
+    return 0
+
+
+def validate(argv: Sequence[str]) -> int:
+    """``lapbench validate``: prints the metrics of the validation split as JSON."""
+    return _evaluate("validate", argv)
+
+
+def test(argv: Sequence[str]) -> int:
+    """``lapbench test``: prints the metrics of the test split as JSON."""
+    return _evaluate("test", argv)
+
+
+def predict(argv: Sequence[str]) -> int:
+    """``lapbench predict``: writes predictions.csv for the test split."""
+    with _user_errors():
+        cli = _parse("predict", argv)
+        file = (cli.run_folder.path or Path()) / "predictions.csv"
+        writer = PredictionWriter(file)
+        cli.trainer.callbacks.append(writer)  # type: ignore[attr-defined]
+        cli.trainer.predict(
+            cli.model,
+            cli.datamodule,
+            return_predictions=False,
+            ckpt_path=cli.run_folder.checkpoint_to_score(cli.config.ckpt_path),
+            weights_only=True,
+        )
+        print(f"{writer.count} predictions: {file}", file=sys.stderr)
+    return 0
+
+
+def _evaluate(command: str, argv: Sequence[str]) -> int:
+    with _user_errors():
+        cli = _parse(command, argv)
+        folder = cli.run_folder
+        checkpoint = folder.checkpoint_to_score(cli.config.ckpt_path)
+        metrics = _score(cli, command, checkpoint)
+        if folder.path is not None and folder.previous is not None:
+            # Beside the run's own metrics, not over them: tables show the checkpoint that the run declared.
+            section = {"checkpoint": str(checkpoint), "metrics": metrics}
+            evaluations = {**folder.previous.evaluations, command: section}
+            write_record(folder.path, replace(folder.previous, evaluations=evaluations))
+        print(json.dumps(metrics, indent=2))
+    return 0
+
+
+def _score(cli: CLI, command: str, checkpoint: Path | None) -> dict[str, float]:
+    run = cli.trainer.validate if command == "validate" else cli.trainer.test
+    results = run(cli.model, datamodule=cli.datamodule, ckpt_path=checkpoint, verbose=False, weights_only=True)
+    return {name: float(value) for result in results for name, value in result.items()}
+
+
+def _parse(command: str, argv: Sequence[str]) -> CLI:
+    # Both are choices of the configs: tiny data sets are fastest without workers.
+    warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    warnings.filterwarnings("ignore", ".*is smaller than the logging interval.*")
+    return CLI(command, argv)
+
+
+def _show(metrics: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise Interrupted(INTERRUPTED)
+
+
+@contextmanager
+def _user_errors() -> Iterator[None]:
+    """Turns a full disk, a read-only folder and Lightning's own complaints about settings into one line."""
+    try:
+        yield
+    except MisconfigurationException as error:
+        raise UserError(" ".join(str(error).split())) from error
+    except OSError as error:
+        if error.errno not in _FULL_OR_READ_ONLY:
+            raise
+        raise UserError(f"cannot write {error.filename or 'the run folder'}: {error.strerror}") from error
+    except RuntimeError as error:
+        # torch.save reports a full disk in its own way
+        if "PytorchStreamWriter" not in str(error) and "write file" not in str(error):
+            raise
+        raise UserError(f"cannot write a checkpoint: {' '.join(str(error).split())[:200]}") from error

@@ -1,0 +1,164 @@
+"""Command line of fit, validate, test and predict: Lightning's, with configs by name and one-line errors."""
+
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+import lapbench.datamodules.images as images
+import lapbench.tasks as tasks
+from lapbench.config_files import find_config, load_yaml
+from lapbench.errors import UserError
+from lapbench.training.callbacks import fit_callbacks
+from lapbench.training.parse_errors import known_keys, one_line
+from lapbench.training.run_folder import RunFolder, schedule_name
+from lapbench.training.settings import RunSettings
+
+DESCRIPTIONS = {
+    "fit": "Trains a model and tests it. A run folder with an unfinished run of the same configuration is resumed.",
+    "validate": "Scores a checkpoint on the validation split.",
+    "test": "Scores a checkpoint on the test split.",
+    "predict": "Writes predictions.csv for the test split into the run's folder.",
+}
+
+
+class Parser(LightningArgumentParser):
+    """Lightning's parser; an error is a ``UserError`` of one line instead of a page of usage."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        raise UserError(one_line(message, known_keys(_classes()))) from ex
+
+
+class CLI(LightningCLI):
+    """Model and data by class name in YAML (subclass mode); nothing runs by itself."""
+
+    run_folder: RunFolder
+
+    def __init__(self, command: str, argv: Sequence[str]) -> None:
+        self.command = command
+        self.config_names = [value for _, value in _config_arguments(argv)]
+        super().__init__(
+            LightningModule,
+            LightningDataModule,
+            save_config_callback=None,
+            seed_everything_default=0,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            parser_class=Parser,
+            parser_kwargs={
+                "prog": f"lapbench {command}",
+                "description": DESCRIPTIONS[command],
+                "allow_abbrev": False,
+                "parser_mode": "omegaconf+",
+            },
+            auto_configure_optimizers=False,
+            args=_with_config_files(argv),
+            run=False,
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Adds ``run.*`` and ``--ckpt_path``, and gives the model the data's number of classes."""
+        parser.add_class_arguments(RunSettings, "run")
+        if self.command != "fit":
+            parser.add_argument(
+                "--ckpt_path",
+                type=str | None,
+                default=None,
+                help="Checkpoint to use: last, best or a file. null: the one that run.test declares, of run.dir; "
+                "the model as it is built where run.dir is null.",
+            )
+        parser.link_arguments("data.num_classes", "model.init_args.num_classes", apply_on="instantiate")
+
+    def before_instantiate_classes(self) -> None:
+        """Asks for a model and data by name before jsonargparse does."""
+        for key in ("model", "data"):
+            if self.config.get(key) is None:
+                raise UserError(f"{key}: expected a class_path, got none; give --config, for example supervised/digits")
+
+    def instantiate_classes(self) -> None:
+        """As Lightning's; a ``UserError`` of a class arrives as itself."""
+        try:
+            super().instantiate_classes()
+        except Exception as error:
+            if (found := _user_error(error)) is not None:
+                raise found from error
+            raise
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """A trainer with the run folder's logger and callbacks besides the configured ones.
+
+        The folder is taken only now, when model and data are known to be sound.
+        """
+        settings = RunSettings(**vars(self.config.run))
+        if self.command == "fit":
+            name = Path(self.config_names[-1]).stem if self.config_names else "run"
+            label = f"{name}/{schedule_name(self.model)}-seed{self.config.seed_everything}"
+            self.run_folder = RunFolder.take(settings, label, self._dump())
+        else:
+            self.run_folder = RunFolder.existing(settings)
+        trainer = self.config_init["trainer"]
+        if trainer["logger"] in (None, True):
+            kwargs["logger"] = self.run_folder.logger() if self.command == "fit" else False
+        callbacks = trainer["callbacks"] or []
+        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+        ours = fit_callbacks(self.run_folder, self._seed()) if self.command == "fit" else []
+        kwargs["callbacks"] = [*callbacks, *ours]
+        if not sys.stderr.isatty():
+            kwargs["enable_progress_bar"] = False
+        # A sanity check would count as a validation in the record; a fresh run has none to check.
+        kwargs["num_sanity_val_steps"] = trainer["num_sanity_val_steps"] or 0
+        return super().instantiate_trainer(**kwargs)
+
+    def _seed(self) -> int:
+        seed = self.config.seed_everything
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise UserError(
+                f"seed_everything: expected a whole number, got {seed!r}: a run without a seed cannot resume"
+            )
+        return seed
+
+    def _dump(self) -> str:
+        """The resolved configuration as YAML; it can be given to --config again."""
+        config = self.config.clone()
+        config.pop("config", None)
+        config.pop("ckpt_path", None)
+        text: str = self.parser.dump(config, skip_none=False)
+        return text
+
+
+def _classes() -> list[type]:
+    """The shipped tasks and data modules, whose settings a misspelt key is compared with."""
+    found = [getattr(tasks, name) for name in tasks.__all__]
+    return found + [c for _, c in inspect.getmembers(images, inspect.isclass) if issubclass(c, LightningDataModule)]
+
+
+def _config_arguments(argv: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """Positions and values of the --config arguments."""
+    for i, argument in enumerate(argv):
+        if argument in ("--config", "-c") and i + 1 < len(argv):
+            yield i + 1, argv[i + 1]
+        elif argument.startswith("--config="):
+            yield i, argument.removeprefix("--config=")
+
+
+def _with_config_files(argv: Sequence[str]) -> list[str]:
+    """The arguments, names of configs replaced by the files that they name."""
+    out = list(argv)
+    for i, value in _config_arguments(argv):
+        path = find_config(value)
+        load_yaml(path)  # only to say where its syntax is wrong: file, line and column
+        out[i] = f"--config={path}" if argv[i].startswith("--config=") else str(path)
+    return out
+
+
+def _user_error(error: BaseException | None) -> UserError | None:
+    """The ``UserError`` that another exception was raised from, if any."""
+    while error is not None:
+        if isinstance(error, UserError):
+            return error
+        error = error.__cause__ or error.__context__
+    return None

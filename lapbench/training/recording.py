@@ -1,0 +1,129 @@
+"""Keeps a run's record.json true while it trains."""
+
+import math
+import platform
+import subprocess
+import time
+from dataclasses import replace
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lapbench.results.record import Record, write_record
+from lapbench.training.run_folder import RunFolder, schedule_name
+from lapbench.training.throughput import Throughput
+
+_VERSIONS = ("lapbench", "torch", "torchvision", "lightning", "timm", "torchmetrics", "webdataset", "numpy", "pillow")
+
+
+class RecordWriter(pl.Callback):
+    """Writes the record when training starts, after each epoch, and when the run fails or is interrupted.
+
+    Args:
+        folder: The run's folder.
+        throughput: What measures samples/s.
+        seed: The run's seed.
+    """
+
+    def __init__(self, folder: RunFolder, throughput: Throughput, seed: int) -> None:
+        self.folder = folder
+        self.seed = seed
+        self.throughput = throughput
+        self.record: Record | None = None
+        self._clock = time.monotonic()
+        self._earlier = (folder.previous.wall_time or 0.0) if folder.previous is not None else 0.0
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The first record: what is run, with which versions, on what."""
+        task: Any = pl_module
+        previous = self.folder.previous
+        self.record = Record(
+            task=type(pl_module).__name__,
+            data=type(trainer.datamodule).__name__,  # type: ignore[attr-defined]
+            backbone=task.settings.name,
+            schedule=schedule_name(pl_module),
+            seed=self.seed,
+            parameters=sum(p.numel() for p in task.backbone.parameters()),
+            started=previous.started if previous is not None else _now(),
+            git_revision=_git_revision(),
+            versions={"python": platform.python_version(), **{name: version(name) for name in _VERSIONS}},
+            hardware=_hardware(trainer),
+        )
+        self._write(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Metrics and progress of the epoch."""
+        self._write(trainer)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """The run failed, or was stopped by a signal."""
+        interrupted = isinstance(exception, KeyboardInterrupt | SystemExit)
+        reason = " ".join(str(exception).split()) or type(exception).__name__
+        self._write(
+            trainer, status="interrupted" if interrupted else "failed", error=None if interrupted else reason[:500]
+        )
+
+    def finish(self, trainer: pl.Trainer, test_metrics: dict[str, float], checkpoint: str | None) -> None:
+        """The run is done, its test included."""
+        assert self.record is not None
+        self.record = replace(self.record, metrics={**self.record.metrics, **test_metrics}, checkpoint=checkpoint)
+        self._write(trainer, status="finished", finished=_now())
+
+    def _write(self, trainer: pl.Trainer, **changes: Any) -> None:
+        if self.record is None or self.folder.path is None or not trainer.is_global_zero:
+            return
+        metrics = dict(self.record.metrics)
+        if trainer.state.fn == TrainerFn.FITTING:
+            metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
+        max_steps = trainer.estimated_stepping_batches if trainer.state.fn == TrainerFn.FITTING else None
+        self.record = replace(
+            self.record,
+            metrics=metrics,
+            progress={
+                "epoch": trainer.current_epoch,
+                "max_epochs": trainer.max_epochs,
+                "step": trainer.global_step,
+                "max_steps": int(max_steps) if max_steps is not None and math.isfinite(max_steps) else None,
+            },
+            throughput=self.throughput.samples_per_second,
+            wall_time=self._earlier + time.monotonic() - self._clock,
+            **changes,
+        )
+        write_record(self.folder.path, self.record)
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def _git_revision() -> str | None:
+    """The revision of lapbench's checkout, with a mark if it has changes; None for an installed package."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def _hardware(trainer: pl.Trainer) -> dict[str, Any]:
+    gpu = torch.cuda.get_device_name() if trainer.strategy.root_device.type == "cuda" else None
+    return {
+        "host": platform.node(),
+        "machine": platform.machine(),
+        "device": gpu or str(trainer.strategy.root_device),
+        "world_size": trainer.world_size,
+        "threads": torch.get_num_threads(),
+        "precision": str(trainer.precision),
+    }
