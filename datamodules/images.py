@@ -112,6 +112,8 @@ class ImageShards(LightningDataModule):
         self._train_transform = build_train_transform(train_transform, image_size, self.mean, self.std)
         self._eval_transform = build_eval_transform(image_size, self.mean, self.std, crop_pct, interpolation)
         self._manifest: Manifest | None = None
+        self._layout: dict[str, int] = {}
+        self._restored: dict[str, int] = {}
 
     def setup(self, stage: str | None = None) -> None:
         """Read the manifest and see that it describes this data set and that local shards are there.
@@ -146,8 +148,24 @@ class ImageShards(LightningDataModule):
         self._manifest = manifest
 
     def train_dataloader(self) -> ResumableLoader:
-        """Shuffled, augmented, full batches."""
-        return self._loader(self.train_split, training=True, held_out=False)
+        """Shuffled, augmented, full batches, going on where the trainer's checkpoint left off.
+
+        Raises:
+            UserError: the checkpoint was made with a layout under which its position means other samples.
+        """
+        loader = self._loader(self.train_split, training=True, held_out=False)
+        if self._restored:
+            loader.load_state_dict(self._restored)
+        self._layout = loader.state_dict()
+        return loader
+
+    def state_dict(self) -> dict[str, int]:
+        """The layout of the training stream, for checkpoints: Lightning shows the loader's own only in mid-epoch."""
+        return self._layout
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Keep a checkpoint's layout to compare it when training data are asked for: evaluation may differ freely."""
+        self._restored = dict(state_dict)
 
     def val_dataloader(self) -> ResumableLoader | list[Any]:
         """The held-out samples, else the data set's own validation split, else nothing."""

@@ -59,9 +59,12 @@ class ResumableLoader:
         Raises:
             UserError: what a worker found wrong with the user's data.
         """
-        # Now, not at the first batch: the workers start reading ahead here.
+        # As a generator this starts nothing before the first batch: Lightning calls iter() also to see if it works.
         self.stream.set_position(*self._position())
-        return _checked(iter(self._loader))
+        for batch in self._loader:
+            if isinstance(batch, Failure):
+                raise UserError(batch.message)
+            yield batch
 
     @property
     def _iterator(self) -> Any:
@@ -106,10 +109,3 @@ class ResumableLoader:
         ]
         if changed:
             raise UserError(f"cannot resume the data stream from this checkpoint: {', '.join(changed)}")
-
-
-def _checked(batches: Iterator[Any]) -> Iterator[Any]:
-    for batch in batches:
-        if isinstance(batch, Failure):
-            raise UserError(batch.message)
-        yield batch

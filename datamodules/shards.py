@@ -91,13 +91,13 @@ class ShardReader:
             for raw in samples:
                 got += 1
                 if got > place:
-                    yield self._sample(raw, shard.url, offset + place)
                     break
             else:
                 raise UserError(f"shard {shard.url}: expected {shard.samples} samples as in the manifest, got {got}")
-        # Having come to the end, make sure that it is one: samples beyond it would never be seen.
-        if got == shard.samples and next(samples, None) is not None:
-            raise UserError(f"shard {shard.url}: expected {shard.samples} samples as in the manifest, got more")
+            # Having come to the end, make sure that it is one: samples beyond it would never be seen.
+            if got == shard.samples and next(samples, None) is not None:
+                raise UserError(f"shard {shard.url}: expected {shard.samples} samples as in the manifest, got more")
+            yield self._sample(raw, shard.url, offset + place)
 
     def _sample(self, raw: dict[str, Any], url: str, index: int) -> Sample:
         key = raw["__key__"]
@@ -194,6 +194,8 @@ def _members(stream: IO[bytes], seekable: bool) -> Iterator[_Member]:
         header = stream.read(_BLOCK)
         if not header.strip(b"\0"):
             return
+        if start > 0 and len(header) < _BLOCK:
+            raise tarfile.ReadError("it ends inside a header")
         size = _plain_size(header)
         if size is None:
             stream.seek(start)
