@@ -29,24 +29,26 @@ class Lines:
 
     def __init__(self, total: int, metric: str | None) -> None:
         self.total, self.metric = total, metric
-        self.begin = self.last = time.monotonic()
-        self.first_done: int | None = None
+        self.begin = self.last = self.latest_end = time.monotonic()
+        self.ends = 0
 
     def say(self, line: str) -> None:
         emit(f"{line}\n")
 
     def ended(self, name: str, line: str) -> None:
+        self.ends += 1
+        self.latest_end = time.monotonic()
         self.say(line)
 
     def tick(self, done: int, running: Mapping[str, Record | None]) -> None:
         now = time.monotonic()
-        if self.first_done is None:
-            self.first_done = done
         if now - self.last < HEARTBEAT_SECONDS:
             return
         self.last = now
-        fresh = done - self.first_done
-        left = f", about {duration((now - self.begin) / fresh * (self.total - done))} left" if fresh else ""
+        left = ""
+        if self.ends:  # as fast as so far, counted from the latest end
+            seconds = (self.latest_end - self.begin) / self.ends * (self.total - done) - (now - self.latest_end)
+            left = f", about {duration(seconds)} left" if seconds > 0 else ""
         for name, record in running.items():
             self.say(f"  {name}: {describe(record, self.metric)} ({done}/{self.total} runs done{left})")
 

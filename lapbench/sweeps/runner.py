@@ -27,6 +27,8 @@ from lapbench.sweeps.reconcile import find_record
 
 AGAIN = 75
 """Exit status of a run that stopped in an orderly way and wants to be started again (EX_TEMPFAIL)."""
+USER_ERROR = "lapbench: error: "
+"""How a run's last line begins when it ends with status 2, for bad input."""
 MOST_FRUITLESS = 3
 """Times in a row that a run may ask to be started again without having come further."""
 POLL_SECONDS = 0.1
@@ -221,6 +223,8 @@ class Runner:
         else:
             how = f"exit status {status}"
         last = last_line(job.log, job.log_start)
+        if status == 2 and last.startswith(USER_ERROR):
+            return last.removeprefix(USER_ERROR)
         return f"{how}: {last}" if last else how
 
 

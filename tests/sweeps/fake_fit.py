@@ -1,7 +1,7 @@
 """Stands in for ``lapbench fit`` in the tests of the launcher: a run of a few fast epochs that resumes.
 
-Its score depends on heads and seed only. ``--behavior=NAME[@FOLDER-PART]`` makes it misbehave: fail, crash, killed,
-again-once (stops with 75 after its first epoch), again-always, unfinished (exits 0 early), slow-stop.
+Its score depends on heads and seed only. ``--behavior=NAME[@FOLDER-PART]`` makes it misbehave: fail, crash, bad-input,
+killed, again-once (stops with 75 after its first epoch), again-always, unfinished (exits 0 early), slow-stop.
 Each process leaves a line in ``starts`` of its folder, each epoch one in ``epochs``.
 """
 
@@ -58,6 +58,9 @@ if behavior == "fail":
 if behavior == "crash":
     sys.stderr.write("10 %\r100 %\n\x1b[31mRuntimeError: CUDA out of\tmemory\x1b[0m\n\n")
     sys.exit(3)
+if behavior == "bad-input":
+    sys.stderr.write("lapbench: error: lr: expected a number, got 'x'\n")
+    sys.exit(2)
 if behavior == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 if behavior == "again-always":

@@ -81,6 +81,7 @@ def test_a_second_sweep_runs_nothing_again(tmp_path: Path, capsys: pytest.Captur
     [
         ("fail", "train/loss is nan at step 7"),
         ("crash", "exit status 3: RuntimeError: CUDA out of memory"),
+        ("bad-input", "lr: expected a number, got 'x'"),
         ("killed", "killed by SIGKILL"),
         ("again-always", "interrupted 3 times in a row without coming further"),
         ("unfinished", "exit status 0, but its record says running"),

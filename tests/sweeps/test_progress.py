@@ -53,9 +53,16 @@ def test_a_heartbeat_every_half_minute(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert capsys.readouterr().out == (
         "  heads-0: epoch 12/60, val/top1 91.20 % (3/9 runs done)\n  heads-2: starting (3/9 runs done)\n"
     )
-    now += 30
-    display.tick(5, {"heads-0": RECORD})  # 2 runs in 60 s: 4 more take 2 minutes
-    assert "(5/9 runs done, about 2 min 0 s left)" in capsys.readouterr().out
+    now += 20
+    display.ended("heads-0", "heads-0 finished")
+    display.ended("heads-2", "heads-2 finished")
+    now += 10
+    display.tick(5, {"heads-4": RECORD})  # 2 runs in 50 s: 4 more take 100 s, of which 10 s are over
+    assert "(5/9 runs done, about 1 min 30 s left)" in capsys.readouterr().out
+    now += 1000
+    display.tick(5, {"heads-4": RECORD})
+    assert "(5/9 runs done, about 0 s left)" not in (shown := capsys.readouterr().out)
+    assert "(5/9 runs done)" in shown
     display.close()
 
 
