@@ -39,7 +39,8 @@ class _AnswerAttention(TorchFunctionMode):
     ) -> Any:
         if func is F.scaled_dot_product_attention:
             self.calls += 1
-            return mix_heads(*args, kinds=self.kinds, learned=self.learned, **(kwargs or {}))
+            query, key, value = args  # all else comes by name
+            return mix_heads(query, key, value, self.kinds, learned=self.learned, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 

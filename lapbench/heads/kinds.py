@@ -52,7 +52,7 @@ class HeadKind:
 
     @classmethod
     def parse(cls, text: object) -> "HeadKind":
-        """Reads a kind: ``laplacian``, ``highpass(0.5)``, ``learned(laplacian)``, or a short code: ``L``, ``H0.5``, ``TL``.
+        """Reads a kind: ``laplacian``, ``highpass(0.5)``, ``learned(laplacian)``, or a code: ``L``, ``H0.5``, ``TL``.
 
         Raises:
             UserError: The name is unknown, or its parameter is missing, not wanted or not a finite number.
@@ -61,7 +61,8 @@ class HeadKind:
             return text
         if not isinstance(text, str):
             raise UserError(f"head kind: expected a name such as laplacian, got {text!r}")
-        return _parse_code(text) or _parse_spec(text.strip())
+        text = text.strip()
+        return _parse_code(text) or _parse_spec(text)
 
 
 ATTENTION = HeadKind("attention", "A", 0.0, 1.0, 0.0)
@@ -69,8 +70,8 @@ LAPLACIAN = HeadKind("laplacian", "L", 1.0, -1.0, 0.0)
 
 
 def _number(value: float) -> str:
-    """The shortest text that reads back as the same float: 1, 0.5, 1e-05."""
-    return repr(value).removesuffix(".0")
+    """The shortest text that reads back as the same float, without a plus sign: 1, 0.5, 1e-05, 1e16."""
+    return repr(value).removesuffix(".0").replace("e+", "e")
 
 
 def _deescalated(alpha: float) -> HeadKind:
@@ -105,19 +106,23 @@ KINDS: dict[str, KindEntry] = {
     "learned": KindEntry("T", from_kind=_learned),
 }
 _NAME_OF_LETTER = {entry.letter: name for name, entry in KINDS.items()}
+_WRAPPERS = "".join(entry.letter for entry in KINDS.values() if entry.from_kind)
+_LETTERS = "".join(entry.letter for entry in KINDS.values() if not entry.from_kind)
+_NUMBER = r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e-?[0-9]+)?"
+# What the codes of all kinds look like: L, D0.5, TS, TH-1e-05.
+CODE_PATTERN = rf"[{_WRAPPERS}]?[{_LETTERS}](?:{_NUMBER})?"
 
 
 def _parse_code(text: str) -> HeadKind | None:
-    name = _NAME_OF_LETTER.get(text[:1])
-    if name is None or text in KINDS:
+    if re.fullmatch(CODE_PATTERN, text) is None:
         return None
-    return _build(name, text[1:] or None, text)
+    return _build(_NAME_OF_LETTER[text[0]], text[1:] or None, text)
 
 
 def _parse_spec(text: str) -> HeadKind:
     match = re.fullmatch(r"(\w+)(?:\((.*)\))?", text)
     if match is None or match[1] not in KINDS:
-        near = difflib.get_close_matches(match[1] if match else text, KINDS, n=1)
+        near = difflib.get_close_matches((match[1] if match else text).lower(), KINDS, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise UserError(f"head kind: unknown kind {text!r}; expected one of {', '.join(KINDS)}{hint}")
     return _build(match[1], match[2], text)

@@ -38,7 +38,7 @@ def mix_heads(
         scale: Scale of the scores; 1/sqrt(d_h) by default.
 
     Returns:
-        [B, H, T, d_h], in the memory layout of [B, T, H, d_h], so that merging heads is a view.
+        [B, H, T, d_h]. With mixed heads, in the memory layout of [B, T, H, d_h], so that merging heads is a view.
     """
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale
@@ -49,10 +49,10 @@ def mix_heads(
     sizes = [n for _, n in groups]
     # Splits rather than slices: their gradient is one concatenation, not a zero-filled copy for each group.
     # Work on [B, T, H, d_h], the layout in which the fused kernels write, so that the result needs no transposing copy.
-    attended = out.transpose(1, 2).split(sizes, dim=2)
-    values = value.transpose(1, 2).split(sizes, dim=2)
+    attended = torch.split(out.transpose(1, 2), sizes, dim=2)
+    values = torch.split(value.transpose(1, 2), sizes, dim=2)
     mixed = []
-    next_learned = 0
+    next_head = next_learned = 0
     for (kind, n), attended_BTHd, value_BTHd in zip(groups, attended, values, strict=True):
         a: float | Tensor
         b: float | Tensor
@@ -64,8 +64,11 @@ def mix_heads(
             rows = learned[next_learned : next_learned + n].to(value.dtype)
             a, b, c = rows.T[:, :, None]
             next_learned += n
-        mixed.append(_combine(a, b, c, value_BTHd, attended_BTHd, attn_mask, is_causal))
-    return torch.cat(mixed, dim=2).transpose(1, 2)
+        mask = _of_heads(attn_mask, next_head, n)
+        next_head += n
+        mixed.append(_combine(a, b, c, value_BTHd, attended_BTHd, mask, is_causal))
+    merged = torch.cat(mixed, dim=2) if len(mixed) > 1 else mixed[0].contiguous()
+    return merged.transpose(1, 2)
 
 
 def _group(kinds: Sequence[HeadKind]) -> list[tuple[HeadKind, int]]:
@@ -77,6 +80,13 @@ def _group(kinds: Sequence[HeadKind]) -> list[tuple[HeadKind, int]]:
         else:
             groups.append((kind, 1))
     return groups
+
+
+def _of_heads(attn_mask: Tensor | None, start: int, n: int) -> Tensor | None:
+    """The part of a mask that concerns ``n`` heads; a mask for all heads alike is returned as it is."""
+    if attn_mask is None or attn_mask.ndim < 3 or attn_mask.size(-3) == 1:
+        return attn_mask
+    return attn_mask.narrow(-3, start, n)
 
 
 def _combine(
@@ -131,6 +141,6 @@ def uniform_average(value: Tensor, *, attn_mask: Tensor | None = None, is_causal
     if attn_mask is None:
         return wide.mean(dim=-2, keepdim=True).to(value.dtype)
     allowed = attn_mask if attn_mask.dtype == torch.bool else attn_mask > -torch.inf
-    weights = allowed.to(dtype)
+    weights = allowed.expand(*allowed.shape[:-1], value.size(-2)).to(dtype)
     counts = weights.sum(dim=-1, keepdim=True).clamp(min=1)
     return ((weights @ wide) / counts).to(value.dtype)
