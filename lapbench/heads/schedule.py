@@ -5,14 +5,15 @@ Forms that ``HeadSchedule.parse`` reads (L layers, H heads):
 - ``6``: six Laplacian heads in every layer (arXiv 2602.09297, section 3); ``0`` is the baseline.
 - ``[0, 2, 2, 0]``: Laplacian heads for each layer, exactly L numbers.
 - ``[[attention, laplacian], ...]``: the whole table, L lists of H kinds; numbers and lists may be mixed.
-- ``{laplacian: 6, "deescalated(0.5)": [2, 2, 0, 0]}``: counts for each kind, as a number or for each layer.
+- ``{laplacian: 6, "deescalated(0.5)": [2, 2, 0, 0]}``: counts for each kind, as a number or for each layer; the other
+  heads are attention.
 - a string: a schedule's name (below).
 
 Names are short, safe in file names, and read back as the same schedule:
 
 - ``6L`` uniform; ``4L+2D0.5`` a mixture, in this order at the end of each layer; the heads before are attention.
-- ``0-12L`` a linear ramp from the first to the last layer, rounded half up.
 - ``6L@first4``, ``6L@last4``, ``6L@every2`` (layers 2, 4, 6, ... counted from 1).
+- ``0-12L`` a linear ramp from the first to the last layer, rounded half up.
 - ``48L@random7``: 48 Laplacian heads spread over all layers at random, seed 7.
 - ``0L_2Lx10_0L``: layer by layer, ``x10`` repeats.
 """
@@ -25,15 +26,14 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from lapbench.errors import UserError
-from lapbench.heads.kinds import ATTENTION, LAPLACIAN, HeadKind
+from lapbench.heads.kinds import ATTENTION, CODE_PATTERN, LAPLACIAN, HeadKind
 
 Layer = tuple[HeadKind, ...]
 HeadSpec = int | str | Sequence[object] | Mapping[str, object]
 
-_KIND_CODE = r"T?[ALSDH](?:-?[\d.]+(?:e-?\d+)?)?"
-_TERM = re.compile(rf"(\d+)({_KIND_CODE})")
-_RAMP = re.compile(rf"(\d+)-(\d+)({_KIND_CODE})")
-_PLACED = re.compile(rf"(\d+)({_KIND_CODE})@(first|last|every|random)(\d+)")
+_TERM = re.compile(rf"([0-9]+)({CODE_PATTERN})")
+_RAMP = re.compile(rf"([0-9]+)-([0-9]+)({CODE_PATTERN})")
+_PLACED = re.compile(rf"([0-9]+)({CODE_PATTERN})@(first|last|every|random)([0-9]+)")
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class HeadSchedule:
 
     Attributes:
         layers: For each layer, the kinds of its heads in order. Laplacian heads stand last.
-        given_name: The string that a random schedule was parsed from; its seed cannot be read off the table.
+        given_name: Name of a random schedule; its seed cannot be read off the table.
     """
 
     layers: tuple[Layer, ...]
@@ -88,7 +88,7 @@ class HeadSchedule:
 
     @property
     def name(self) -> str:
-        """The shortest of the names above; ``parse(name, L, H)`` gives an equal schedule."""
+        """The first of the names above that fits; ``parse(name, L, H)`` gives an equal schedule."""
         if self.given_name is not None:
             return self.given_name
         return next(self._candidate_names())
@@ -106,7 +106,7 @@ class HeadSchedule:
         if len(kinds) == 1:
             kind = kinds.pop()
             counts = [layer.count(kind) for layer in self.layers]
-            for text in (f"{counts[0]}-{counts[-1]}{kind.code}", *self._placements(counts, kind)):
+            for text in (*self._placements(counts, kind), f"{counts[0]}-{counts[-1]}{kind.code}"):
                 if _from_name(text, self.num_layers, self.num_heads) == self:
                     yield text
         yield "_".join(name if repeats == 1 else f"{name}x{repeats}" for name, repeats in runs)
@@ -142,9 +142,16 @@ def _count(value: object, num_heads: int, where: str) -> int:
 
 def _fill(terms: Sequence[tuple[int, HeadKind]], num_heads: int, where: str) -> Layer:
     """Puts the terms at the end of a layer, attention before them."""
+    terms = [term for term in terms if term[0]]
     total = sum(n for n, _ in terms)
     if total > num_heads:
-        raise UserError(f"heads of {where}: expected at most {num_heads} (the model has {num_heads} heads), got {total}")
+        raise UserError(
+            f"heads of {where}: expected at most {num_heads} (the model has {num_heads} heads), got {total}"
+        )
+    if total < num_heads and terms and terms[0][1] == ATTENTION:
+        raise UserError(
+            f"heads of {where}: expected {num_heads} in all, as the attention heads are counted too, got {total}"
+        )
     return (ATTENTION,) * (num_heads - total) + tuple(kind for n, kind in terms for _ in range(n))
 
 
@@ -180,19 +187,21 @@ def _layer_from_name(text: str, num_heads: int, where: str) -> Layer:
         match = _TERM.fullmatch(part)
         if match is None:
             raise UserError(
-                f"heads of {where}: cannot read {text!r}; expected for example 6, 6L, 4L+2D0.5, 0-12L, 6L@last4 or "
-                "0L_2Lx10_0L"
+                f"heads of {where}: cannot read {text!r}; expected for example 6L or 4L+2D0.5 (for all layers also 6, "
+                "0-12L, 6L@last4, 48L@random7 or 0L_2Lx10_0L)"
             )
         terms.append((int(match[1]), HeadKind.parse(match[2])))
     return _fill(terms, num_heads, where)
 
 
 def _from_name(text: str, num_layers: int, num_heads: int) -> HeadSchedule:
-    if re.fullmatch(r"\d+", text):  # a number that arrives as text, from a command line
+    if re.fullmatch(r"[0-9]+", text):  # a number that arrives as text, from a command line
         return HeadSchedule((_layer(int(text), num_heads, "every layer"),) * num_layers)
     if match := _RAMP.fullmatch(text):
         first, last = int(match[1]), int(match[2])
-        _count(max(first, last), num_heads, text)
+        _count(max(first, last), num_heads, repr(text))
+        if num_layers == 1 and first != last:
+            raise UserError(f"heads {text!r}: a ramp needs at least 2 layers, the model has 1")
         steps = max(num_layers - 1, 1)
         # Half up, in whole numbers: round() would send both 0.5 and 1.5 to an even neighbour.
         counts = [first + (2 * (last - first) * i + steps) // (2 * steps) for i in range(num_layers)]
@@ -202,12 +211,14 @@ def _from_name(text: str, num_layers: int, num_heads: int) -> HeadSchedule:
     if "_" not in text and "x" not in text:
         return HeadSchedule((_layer_from_name(text, num_heads, "every layer"),) * num_layers)
     layers: list[Layer] = []
+    length = 0  # counted apart from the list, so that a huge repeat builds no huge list
     for part in text.split("_"):
-        name, _, repeats = part.partition("x")
-        if repeats and not re.fullmatch(r"[1-9]\d*", repeats):
+        name, times, repeats = part.partition("x")
+        if times and not re.fullmatch(r"[1-9][0-9]{0,8}", repeats):
             raise UserError(f"heads: cannot read {part!r} in {text!r}; expected a repeat such as 2Lx10")
-        layers += [_layer_from_name(name, num_heads, f"layer {len(layers)}")] * int(repeats or 1)
-    _check_length(len(layers), num_layers, f"heads {text!r}")
+        length += int(repeats or 1)
+        layers += [_layer_from_name(name, num_heads, f"layer {len(layers)}")] * min(int(repeats or 1), num_layers)
+    _check_length(length, num_layers, f"heads {text!r}")
     return HeadSchedule(tuple(layers))
 
 
@@ -223,7 +234,7 @@ def _placed(n: int, code: str, where: str, number: int, num_layers: int, num_hea
         cells = random.Random(number).sample(range(num_layers * num_heads), n)
         per_layer = Counter(cell // num_heads for cell in cells)
         schedule = _counted([per_layer[i] for i in range(num_layers)], code, num_heads)
-        return HeadSchedule(schedule.layers, given_name=text)
+        return HeadSchedule(schedule.layers, given_name=f"{n}{HeadKind.parse(code).code}@random{number}")
     if not 1 <= number <= num_layers:
         raise UserError(f"heads {text!r}: expected 1..{num_layers} after @{where} (the model's layers), got {number}")
     _count(n, num_heads, repr(text))
