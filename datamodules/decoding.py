@@ -41,14 +41,24 @@ def decode_image(data: bytes, channels: int = 3) -> Image.Image:
     Raises:
         UserError: not an image of these formats, truncated, or damaged.
     """
+    if any(name in data for name in (b"Exif", b"eXIf", b"EXIF")):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow warns of every damaged tag
+            image, transpose = _load(data)
+    else:  # switching warnings off and on takes as long as decoding a small image
+        image, transpose = _load(data)
+    image = _eight_bit(image, "RGB" if channels == 3 else "L")
+    return image.transpose(transpose) if transpose is not None else image
+
+
+def _load(data: bytes) -> tuple[Image.Image, Image.Transpose | None]:
+    """The image as it is stored, and what turns it upright."""
     try:
         image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
         image.load()
     except (*_DAMAGE, Image.DecompressionBombError) as error:
         raise UserError(f"cannot decode the image ({len(data)} bytes): {_one_line(error)}") from error
-    transpose = _TRANSPOSES.get(_orientation(image)) if "exif" in image.info else None
-    image = _eight_bit(image, "RGB" if channels == 3 else "L")
-    return image.transpose(transpose) if transpose is not None else image
+    return image, _TRANSPOSES.get(_orientation(image)) if "exif" in image.info else None
 
 
 def _eight_bit(image: Image.Image, mode: str) -> Image.Image:
@@ -64,12 +74,10 @@ def _eight_bit(image: Image.Image, mode: str) -> Image.Image:
 
 def _orientation(image: Image.Image) -> int:
     """The EXIF orientation, 1 (upright) when there is none or it cannot be read."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow warns of each damaged tag
-        try:
-            orientation = image.getexif().get(_ORIENTATION, 1)
-        except _DAMAGE:
-            return 1
+    try:
+        orientation = image.getexif().get(_ORIENTATION, 1)
+    except _DAMAGE:
+        return 1
     return orientation if isinstance(orientation, int) else 1
 
 

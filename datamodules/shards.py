@@ -88,15 +88,18 @@ class ShardReader:
         samples = shard_samples(shard.url)
         got = 0
         for place in wanted:
-            for raw in samples:
+            raw: dict[str, Any] | None = None
+            while got <= place:
+                raw = next(samples, None)
+                if raw is None:
+                    raise UserError(
+                        f"shard {shard.url}: expected {shard.samples} samples as in the manifest, got {got}"
+                    )
                 got += 1
-                if got > place:
-                    break
-            else:
-                raise UserError(f"shard {shard.url}: expected {shard.samples} samples as in the manifest, got {got}")
+            assert raw is not None  # places rise, so each takes at least one step
             # Having come to the end, make sure that it is one: samples beyond it would never be seen.
             if got == shard.samples and next(samples, None) is not None:
-                raise UserError(f"shard {shard.url}: expected {shard.samples} samples as in the manifest, got more")
+                raise _miscounted(shard, "more")
             yield self._sample(raw, shard.url, offset + place)
 
     def _sample(self, raw: dict[str, Any], url: str, index: int) -> Sample:
@@ -111,6 +114,10 @@ class ShardReader:
                 f"shard {url}, sample {key}: expected a label in 0..{self.num_classes - 1}, got {label[:20]!r}"
             )
         return Sample(index, url, key, image, int(label))
+
+
+def _miscounted(shard: ShardFile, got: int | str) -> UserError:
+    return UserError(f"shard {shard.url}: expected {shard.samples} samples as in the manifest, got {got}")
 
 
 def check_url(url: str) -> str:

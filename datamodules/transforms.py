@@ -95,7 +95,7 @@ def build_train_transform(
         scale=settings.scale,
         ratio=settings.ratio,
         hflip=settings.hflip,
-        color_jitter=settings.color_jitter or None,  # type: ignore[arg-type]  # None is what turns it off
+        color_jitter=settings.color_jitter or None,  # None is what turns it off
         auto_augment=settings.auto_augment,
         interpolation=settings.interpolation,
         mean=mean,
@@ -227,7 +227,7 @@ class SmallCrop:
 
 def _fixed_crop(settings: TrainTransform, size: int) -> list[Transform]:
     """The crops that timm does not have."""
-    resize = transforms.Resize(size, interpolation=str_to_interp_mode(settings.interpolation))  # type: ignore[no-untyped-call]
+    resize = transforms.Resize(size, interpolation=str_to_interp_mode(settings.interpolation))
     if settings.crop == "none":
         return [resize, transforms.CenterCrop(size)]
     crop = transforms.RandomCrop(size, padding=settings.padding, padding_mode=settings.padding_mode)

@@ -6,6 +6,7 @@ from itertools import zip_longest
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lapbench.datamodules.plan import Plan, Read, cut, mixed
 from lapbench.errors import UserError
 

@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 import torch
 import webdataset
+from PIL import Image
+
 from lapbench.datamodules import shards as shards_module
 from lapbench.datamodules.loader import ResumableLoader
 from lapbench.datamodules.plan import Plan, Read, mixed
 from lapbench.datamodules.shards import ShardFile, ShardReader, check_url
 from lapbench.datamodules.streaming import ShardStream, random_state_kept, seed_sample, shuffled
 from lapbench.errors import UserError
-from PIL import Image
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
@@ -203,7 +204,9 @@ def test_repeated_augmentation(tmp_path, ranks, workers):
         stream = make_stream(files, 3, True, transform=draws, repeats=3, rank=rank, world_size=ranks)
         batches = in_turn(stream, workers)
         assert len(batches) == 10 // ranks
-        found += [(key, tuple(row)) for images, _, keys in batches for key, row in zip(keys, images.tolist(), strict=True)]
+        found += [
+            (key, tuple(row)) for images, _, keys in batches for key, row in zip(keys, images.tolist(), strict=True)
+        ]
         # Anything else would change the samples after a resume.
         assert numbers(in_turn(stream, workers, start=2)) == numbers(batches)[6:]
     assert sorted(Counter(key for key, _ in found).values()) == [3] * 10
@@ -321,7 +324,10 @@ def read_all(url, samples=1, num_classes=10):
 
 
 HOSTILE = {
-    "pickle": (lambda tar, canary: add(tar, "0.pkl", pickle.dumps(Canary(canary))), "'0.pkl': files that can carry code"),
+    "pickle": (
+        lambda tar, canary: add(tar, "0.pkl", pickle.dumps(Canary(canary))),
+        "'0.pkl': files that can carry code",
+    ),
     "pyd": (lambda tar, canary: add(tar, "0.label.PYD", pickle.dumps(Canary(canary))), "'0.label.PYD': files that can"),
     "checkpoint": (lambda tar, canary: add(tar, "0.pth", pickle.dumps(Canary(canary))), "'0.pth': files that can"),
     "hidden": (lambda tar, canary: add(tar, "0.pkl.png", pickle.dumps(Canary(canary))), "'0.pkl.png': files that can"),
@@ -362,7 +368,7 @@ def test_hostile_members_are_refused(tmp_path, name, tar_format):
 @pytest.mark.parametrize("scheme", ["pipe:touch {}", "PIPE:touch {}", "http://x/{}", "gs://x/{}", "s3://x/{}", "-", ""])
 def test_other_urls_are_refused(tmp_path, scheme):
     canary = tmp_path / "canary"
-    with pytest.raises(UserError, match="file: (and|or) https:"):
+    with pytest.raises(UserError, match=r"file: (and|or) https:"):
         read_all(scheme.format(canary))
     assert not canary.exists()
 
@@ -409,7 +415,11 @@ def test_shards_of_webdatasets_own_writer(tmp_path):
         writer.write({"__key__": long, "png": png(9), "cls": b"5\n", "txt": b"hello"})
         writer.write({"__key__": "c", "webp": png(1), "cls": 0})
     samples = read_all(path, 3)
-    assert [(sample.key, sample.label, sample.number) for sample in samples] == [("a/n1_0", 3, 0), (long, 5, 1), ("c", 0, 2)]
+    assert [(sample.key, sample.label, sample.number) for sample in samples] == [
+        ("a/n1_0", 3, 0),
+        (long, 5, 1),
+        ("c", 0, 2),
+    ]
     assert samples[0].image == png(7)
 
 
