@@ -17,8 +17,9 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     Returns:
         Groups for a torch optimizer, each parameter in exactly one. Empty groups are left out.
     """
-    own = getattr(model, "no_weight_decay", set)()
-    decayed, not_decayed = [], []
+    own: set[str] = getattr(model, "no_weight_decay", set)()
+    decayed: list[nn.Parameter] = []
+    not_decayed: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue

@@ -44,11 +44,13 @@ def build_scheduler(optimizer: Optimizer, settings: LRSchedule, *, total: int, w
     """A torch scheduler to be stepped once after each optimizer step.
 
     Raises:
-        UserError: The warm-up is as long as the training, or a rate is above the peak.
+        UserError: The warm-up is as long as the training, the peak is not above 0, or another rate is above the peak.
     """
     if not 0 <= warmup < total:
         raise UserError(f"lr_schedule.warmup_epochs: the warm-up takes {warmup} of the {total} optimizer steps")
     peak = optimizer.param_groups[0]["lr"]
+    if not peak > 0:
+        raise UserError(f"optimizer.lr: expected a learning rate above 0, got {peak:g}")
     for key in ("warmup_lr", "min_lr") if settings.name == "cosine" else ("warmup_lr",):
         if not 0 <= getattr(settings, key) <= peak:
             raise UserError(f"lr_schedule.{key}: expected 0..{peak:g} (the peak), got {getattr(settings, key):g}")

@@ -77,7 +77,8 @@ def naive(q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, allowed: Tensor
     attention = scores.masked_fill(~allowed, -math.inf).softmax(dim=-1)
     average = allowed.double() / allowed.sum(dim=-1, keepdim=True)
     a, b, c = coefficients.T[:, :, None, None]
-    return (a * torch.eye(v.size(-2), dtype=v.dtype) + b * attention + c * average) @ v
+    out: Tensor = (a * torch.eye(v.size(-2), dtype=v.dtype) + b * attention + c * average) @ v
+    return out
 
 
 def learned_of(kinds: Sequence[HeadKind]) -> Tensor | None:

@@ -1,0 +1,9 @@
+"""Small tensors are slower on several threads."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
