@@ -111,6 +111,8 @@ class ImageClassification(pl.LightningModule):
             }
         )
         self.backbone = build_backbone(num_classes=num_classes, **_shallow(backbone))
+        # A trial, so that what is wrong with the optimizer is said before a run starts.
+        build_optimizer(nn.Linear(1, 1), optimizer, batch_size=1)
         self.train_loss_fn = _loss(loss, label_smoothing, mixing.active)
         self.mixup = (
             Mixup(

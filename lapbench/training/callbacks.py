@@ -30,11 +30,12 @@ def fit_callbacks(folder: RunFolder, seed: int) -> list[pl.Callback]:
         throughput,
         RecordWriter(folder, throughput, seed),
         SaveNonFinite(folder),
-        checkpoint(filename="last", save_on_train_epoch_end=True),
     ]
     if folder.settings.test == "best":
         monitor, mode = folder.settings.monitor, folder.settings.monitor_mode
         callbacks.append(checkpoint(filename="best", monitor=monitor, mode=mode))
+    # After the best one, whose score so far it holds for a resumed run.
+    callbacks.append(checkpoint(filename="last", save_on_train_epoch_end=True))
     if not sys.stderr.isatty():  # a progress bar in a log file is a mess
         callbacks.append(EpochLines())
     return callbacks

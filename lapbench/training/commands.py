@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import signal
 import sys
 import warnings
@@ -26,7 +27,7 @@ _FULL_OR_READ_ONLY = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, err
 
 
 class Interrupted(SystemExit):
-    """SIGTERM arrived: leave with status 75, "start me again"."""
+    """SIGTERM or SIGINT arrived: leave with status 75, "start me again"."""
 
 
 def fit(argv: Sequence[str]) -> int:
@@ -34,23 +35,33 @@ def fit(argv: Sequence[str]) -> int:
     die_with_parent()
     with _user_errors():
         cli = _parse("fit", argv)
-        folder, trainer = cli.run_folder, cli.trainer
-        if folder.finished:
-            print(f"{folder.path}: this run has finished already; its results are in record.json", file=sys.stderr)
-            return 0
-        signal.signal(signal.SIGTERM, _interrupt)
         try:
-            trainer.fit(cli.model, cli.datamodule, ckpt_path=folder.last_checkpoint, weights_only=True)
-            choice = folder.settings.test
-            checkpoint = None if choice == "none" else folder.checkpoint_file(choice)
-            metrics = {} if checkpoint is None else _score(cli, "test", checkpoint)
-            callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-            writer = next(c for c in callbacks if isinstance(c, RecordWriter))
-            writer.finish(trainer, metrics, None if checkpoint is None else choice)
-        except Interrupted:
-            print(f"interrupted; the same command with --run.dir {folder.path} goes on", file=sys.stderr)
-            return INTERRUPTED
-        print(f"finished: {folder.path}  {_show(metrics)}", file=sys.stderr)
+            return _fit(cli)
+        finally:
+            cli.run_folder.release()
+
+
+def _fit(cli: CLI) -> int:
+    folder, trainer = cli.run_folder, cli.trainer
+    if folder.finished:
+        print(f"{folder.path}: this run has finished already; its results are in record.json", file=sys.stderr)
+        return 0
+    last = folder.last_checkpoint
+    print(f"training in {folder.path}{' from its last checkpoint on' if last else ''}", file=sys.stderr)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _interrupt)
+    try:
+        trainer.fit(cli.model, cli.datamodule, ckpt_path=last, weights_only=True)
+        choice = folder.settings.test
+        checkpoint = None if choice == "none" else folder.checkpoint_file(choice)
+        metrics = {} if checkpoint is None else _score(cli, "test", checkpoint)
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        writer = next(c for c in callbacks if isinstance(c, RecordWriter))
+        writer.finish(trainer, metrics, None if checkpoint is None else choice)
+    except Interrupted:
+        print(f"interrupted; the same command with --run.dir {folder.path} goes on", file=sys.stderr)
+        return INTERRUPTED
+    print(f"finished: {folder.path}  {_show(metrics)}", file=sys.stderr)
     return 0
 
 
@@ -104,6 +115,9 @@ def _score(cli: CLI, command: str, checkpoint: Path | None) -> dict[str, float]:
 
 
 def _parse(command: str, argv: Sequence[str]) -> CLI:
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # its remarks would stand around an error's one line
+    warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)  # Lightning's own use of torch
     # Both are choices of the configs: tiny data sets are fastest without workers.
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     warnings.filterwarnings("ignore", ".*is smaller than the logging interval.*")
@@ -116,6 +130,7 @@ def _show(metrics: dict[str, float]) -> str:
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C does not wait for anything
     raise Interrupted(INTERRUPTED)
 
 
@@ -130,8 +145,3 @@ def _user_errors() -> Iterator[None]:
         if error.errno not in _FULL_OR_READ_ONLY:
             raise
         raise UserError(f"cannot write {error.filename or 'the run folder'}: {error.strerror}") from error
-    except RuntimeError as error:
-        # torch.save reports a full disk in its own way
-        if "PytorchStreamWriter" not in str(error) and "write file" not in str(error):
-            raise
-        raise UserError(f"cannot write a checkpoint: {' '.join(str(error).split())[:200]}") from error

@@ -14,6 +14,7 @@ import lapbench.tasks as tasks
 from lapbench.config_files import find_config, load_yaml
 from lapbench.errors import UserError
 from lapbench.training.callbacks import fit_callbacks
+from lapbench.training.checkpoint_io import AtomicCheckpointIO
 from lapbench.training.parse_errors import known_keys, one_line
 from lapbench.training.run_folder import RunFolder, schedule_name
 from lapbench.training.settings import RunSettings
@@ -56,6 +57,7 @@ class CLI(LightningCLI):
                 "parser_mode": "omegaconf+",
             },
             auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,  # runs are rebuilt from config.yaml; it warns of a deprecated call
             args=_with_config_files(argv),
             run=False,
         )
@@ -73,6 +75,10 @@ class CLI(LightningCLI):
             )
         parser.link_arguments("data.num_classes", "model.init_args.num_classes", apply_on="instantiate")
 
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """As Lightning's, without its warning that arguments are given twice: these are the process's own."""
+        self.config = parser.parse_args(args)
+
     def before_instantiate_classes(self) -> None:
         """Asks for a model and data by name before jsonargparse does."""
         for key in ("model", "data"):
@@ -82,11 +88,14 @@ class CLI(LightningCLI):
     def instantiate_classes(self) -> None:
         """As Lightning's; a ``UserError`` of a class arrives as itself."""
         try:
-            super().instantiate_classes()
+            self.config_init = self.parser.instantiate(self.config)
         except Exception as error:
             if (found := _user_error(error)) is not None:
                 raise found from error
             raise
+        self.datamodule = self.config_init["data"]
+        self.model = self.config_init["model"]
+        self.trainer = self.instantiate_trainer()
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """A trainer with the run folder's logger and callbacks besides the configured ones.
@@ -107,6 +116,8 @@ class CLI(LightningCLI):
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
         ours = fit_callbacks(self.run_folder, self._seed()) if self.command == "fit" else []
         kwargs["callbacks"] = [*callbacks, *ours]
+        plugins = trainer["plugins"] or []
+        kwargs["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicCheckpointIO()]
         if not sys.stderr.isatty():
             kwargs["enable_progress_bar"] = False
         # A sanity check would count as a validation in the record; a fresh run has none to check.
@@ -126,7 +137,7 @@ class CLI(LightningCLI):
         config = self.config.clone()
         config.pop("config", None)
         config.pop("ckpt_path", None)
-        text: str = self.parser.dump(config, skip_none=False)
+        text: str = self.parser.dump(config, skip_unset=False)
         return text
 
 

@@ -50,11 +50,15 @@ class RecordWriter(pl.Callback):
             seed=self.seed,
             parameters=sum(p.numel() for p in task.backbone.parameters()),
             started=previous.started if previous is not None else _now(),
+            # A run that was stopped after its last epoch trains no more: what it had then stays.
+            metrics=previous.metrics if previous is not None else {},
+            progress=previous.progress if previous is not None else self._progress(trainer),
+            throughput=previous.throughput if previous is not None else None,
             git_revision=_git_revision(),
             versions={"python": platform.python_version(), **{name: version(name) for name in _VERSIONS}},
             hardware=_hardware(trainer),
         )
-        self._write(trainer)
+        self._save(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Metrics and progress of the epoch."""
@@ -75,26 +79,38 @@ class RecordWriter(pl.Callback):
         self._write(trainer, status="finished", finished=_now())
 
     def _write(self, trainer: pl.Trainer, **changes: Any) -> None:
-        if self.record is None or self.folder.path is None or not trainer.is_global_zero:
+        if self.record is None:
             return
-        metrics = dict(self.record.metrics)
+        metrics, progress = self.record.metrics, self.record.progress
         if trainer.state.fn == TrainerFn.FITTING:
-            metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
-        max_steps = trainer.estimated_stepping_batches if trainer.state.fn == TrainerFn.FITTING else None
+            metrics = {**metrics, **{name: float(value) for name, value in trainer.callback_metrics.items()}}
+            progress = self._progress(trainer)
         self.record = replace(
             self.record,
             metrics=metrics,
-            progress={
-                "epoch": trainer.current_epoch,
-                "max_epochs": trainer.max_epochs,
-                "step": trainer.global_step,
-                "max_steps": int(max_steps) if max_steps is not None and math.isfinite(max_steps) else None,
-            },
-            throughput=self.throughput.samples_per_second,
+            progress=progress,
+            throughput=self.throughput.samples_per_second or self.record.throughput,
             wall_time=self._earlier + time.monotonic() - self._clock,
             **changes,
         )
-        write_record(self.folder.path, self.record)
+        self._save(trainer)
+
+    def _save(self, trainer: pl.Trainer) -> None:
+        if trainer.is_global_zero:
+            assert self.folder.path is not None
+            assert self.record is not None
+            write_record(self.folder.path, self.record)
+
+    @staticmethod
+    def _progress(trainer: pl.Trainer) -> dict[str, int | None]:
+        max_steps = trainer.estimated_stepping_batches
+        return {
+            # Whole epochs, one that ends now among them.
+            "epoch": trainer.fit_loop.epoch_progress.current.processed,  # type: ignore[attr-defined]
+            "max_epochs": trainer.max_epochs,
+            "step": trainer.global_step,
+            "max_steps": int(max_steps) if math.isfinite(max_steps) else None,
+        }
 
 
 def _now() -> str:

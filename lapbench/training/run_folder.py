@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
+from lapbench.config_files import load_yaml
 from lapbench.errors import UserError
 from lapbench.process import lock_folder
 from lapbench.results.record import FILE_NAME, Record, read_record
@@ -67,9 +68,14 @@ class RunFolder:
         except OSError as error:
             raise UserError(f"run.dir {settings.dir or 'runs'}: cannot make this folder ({error.strerror})") from error
         os.environ[_RUN_DIR_VARIABLE] = str(path)
-        lock = lock_folder(path, "another `lapbench fit`")
-        folder = cls(path, settings, read_record(path) if (path / FILE_NAME).exists() else None, lock)
-        folder._keep_config(config)
+        folder = cls(path, settings, lock=lock_folder(path, "another `lapbench fit`"))
+        try:
+            if (path / FILE_NAME).exists():
+                folder.previous = read_record(path)
+            folder._keep_config(config)
+        except UserError:
+            folder.release()
+            raise
         return folder
 
     @classmethod
@@ -122,11 +128,18 @@ class RunFolder:
         assert self.path is not None
         return TensorBoardLogger(self.path, name="", version="tensorboard", default_hp_metric=False)
 
+    def release(self) -> None:
+        """Lets other processes work in the folder."""
+        if self.lock is not None:
+            self.lock.close()
+
     def _keep_config(self, config: str) -> None:
         assert self.path is not None
         file = self.path / CONFIG
-        if file.exists() and self.previous is not None:
-            _check_same(yaml.safe_load(file.read_text()), yaml.safe_load(config), self.path)
+        if self.previous is not None or self.last_checkpoint is not None:
+            if not file.is_file():
+                raise UserError(f"run.dir {self.path} holds a run without its {CONFIG}; give another --run.dir")
+            _check_same(load_yaml(file), yaml.safe_load(config), self.path)
             return
         temporary = file.with_suffix(".tmp")
         try:

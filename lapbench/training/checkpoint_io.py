@@ -1,0 +1,44 @@
+"""Checkpoints that are either the old or the new one, never half of the new one."""
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+
+from lapbench.errors import UserError
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes beside the file and renames.
+
+    Lightning writes to the system's temporary folder and moves: between two file systems that is a copy, which a kill
+    or a full disk cuts short after the previous checkpoint is gone.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        """Saves; on failure what ``path`` held before is intact.
+
+        Raises:
+            UserError: The disk is full, the folder is read-only, ...
+        """
+        path = Path(path)
+        # Through memory, as Lightning does: torch.save itself hides why a write failed.
+        content = io.BytesIO()
+        torch.save(checkpoint, content)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with temporary.open("wb") as file:
+                    file.write(content.getbuffer())
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)  # there only if the lines above failed
+        except OSError as error:
+            kept = "; the checkpoint saved before is intact" if path.exists() else ""
+            raise UserError(f"cannot write {path}: {error.strerror or error}{kept}") from error
