@@ -1,11 +1,11 @@
 """Head kinds inside timm's attention modules, without rewriting those modules.
 
-A module keeps its class's own ``forward``; only its one call of ``scaled_dot_product_attention`` is answered by
-``mix_heads``. So projections, QK-norm, rotary embeddings, gates, dropout and state-dict keys stay timm's, whatever the
-version.
+A module keeps its class's own ``forward``; only the result of its one call of ``scaled_dot_product_attention`` is
+mixed. So projections, QK-norm, rotary embeddings, gates, dropout and state-dict keys stay timm's, whatever the version.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,18 +17,22 @@ from torch.overrides import TorchFunctionMode
 
 from lapbench.errors import UserError
 from lapbench.heads.kinds import ATTENTION
-from lapbench.heads.mixing import mix_heads
+from lapbench.heads.mixing import combine_heads
+from lapbench.heads.recompute import recomputed_in_backward, shares_memory
 from lapbench.heads.schedule import Layer
 
 
 class _AnswerAttention(TorchFunctionMode):
     """Inside this context, ``scaled_dot_product_attention`` computes the given kinds."""
 
-    def __init__(self, kinds: Layer, learned: Tensor | None) -> None:
+    def __init__(self, kinds: Layer, learned: Tensor | None, lean: bool) -> None:
         super().__init__()
         self.kinds = kinds
         self.learned = learned
+        self.lean = lean
         self.calls = 0
+        self.mixed: Tensor | None = None
+        self.remix: Callable[[], Tensor] | None = None
 
     def __torch_function__(
         self,
@@ -40,8 +44,34 @@ class _AnswerAttention(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             self.calls += 1
             query, key, value = args  # all else comes by name
-            return mix_heads(query, key, value, self.kinds, learned=self.learned, **(kwargs or {}))
+            return self._attend(query, key, value, **(kwargs or {}))
+        if (
+            func is F.linear
+            and self.mixed is not None
+            and self.remix is not None
+            and shares_memory(args[0], self.mixed)
+        ):
+            with recomputed_in_backward(self.mixed, self.remix):
+                return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        **others: Any,
+    ) -> Tensor:
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, is_causal=is_causal, **others)
+        mix = partial(combine_heads, kinds=self.kinds, learned=self.learned, attn_mask=attn_mask, is_causal=is_causal)
+        mixed = mix(attended, value)
+        if self.lean and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            # Autograd keeps P V for the attention's gradient; it would keep the mixture too, for the projection's.
+            self.mixed = mixed
+            self.remix = partial(mix, attended.detach(), value.detach())
+        return mixed
 
 
 class MixedHeads(nn.Module):
@@ -50,10 +80,13 @@ class MixedHeads(nn.Module):
     Attributes:
         kinds: One kind for each head.
         head_coefficients: [H_learned, 3], the trainable (a, b, c) of the learned heads, or None without such heads.
+        lean: Whether the backward pass recomputes the mixture instead of keeping it. Off under gradient checkpointing,
+            which keeps nothing anyway.
     """
 
     kinds: Layer
     head_coefficients: nn.Parameter | None
+    lean: bool = True
 
     def set_kinds(self, kinds: Layer) -> None:
         """Fixes the kinds and creates the coefficients of the learned ones."""
@@ -62,8 +95,8 @@ class MixedHeads(nn.Module):
         self.head_coefficients = nn.Parameter(torch.tensor(start)) if start else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The module's own forward, its attention answered by ``mix_heads``."""
-        answer = _AnswerAttention(self.kinds, self.head_coefficients)
+        """The module's own forward, its attention mixed."""
+        answer = _AnswerAttention(self.kinds, self.head_coefficients, self.lean)
         with answer:
             out: Tensor = super().forward(*args, **kwargs)
         if answer.calls != 1:

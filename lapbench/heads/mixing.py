@@ -43,17 +43,36 @@ def mix_heads(
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale
     )
+    return combine_heads(out, value, kinds, learned=learned, attn_mask=attn_mask, is_causal=is_causal)
+
+
+def combine_heads(
+    attended: Tensor,
+    value: Tensor,
+    kinds: Sequence[HeadKind],
+    *,
+    learned: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    """The second half of ``mix_heads``: a V + b P V + c C V from P V.
+
+    Args:
+        attended: P V, [B, H, T, d_h].
+        value: V, [B, H, T, d_h].
+        kinds: As for ``mix_heads``, like the other arguments and the result.
+    """
     groups = _group(kinds)
     if all(kind == ATTENTION for kind, _ in groups):
-        return out
+        return attended
     sizes = [n for _, n in groups]
     # Splits rather than slices: their gradient is one concatenation, not a zero-filled copy for each group.
     # Work on [B, T, H, d_h], the layout in which the fused kernels write, so that the result needs no transposing copy.
-    attended = torch.split(out.transpose(1, 2), sizes, dim=2)
-    values = torch.split(value.transpose(1, 2), sizes, dim=2)
+    attended_parts = torch.split(attended.transpose(1, 2), sizes, dim=2)
+    value_parts = torch.split(value.transpose(1, 2), sizes, dim=2)
     mixed = []
     next_head = next_learned = 0
-    for (kind, n), attended_BTHd, value_BTHd in zip(groups, attended, values, strict=True):
+    for (kind, n), attended_BTHd, value_BTHd in zip(groups, attended_parts, value_parts, strict=True):
         a: float | Tensor
         b: float | Tensor
         c: float | Tensor

@@ -1,0 +1,44 @@
+# Every target makes what it needs, from a fresh clone on: `make help` lists them.
+PYTHON ?= python3
+JOBS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# pip takes the versions that were tested from here; pyproject.toml says which ones may work.
+PIN := --constraint .ci/constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test lint bench table1 clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(READY) ## Make the environment .venv with lapbench and its development tools
+
+$(READY): pyproject.toml .ci/constraints.txt
+	@echo "Installing into $(VENV) (torch and about 90 other packages; some minutes) ..."
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check $(PIN) torch torchvision
+	$(BIN)/pip install --quiet --disable-pip-version-check $(PIN) --editable '.[dev]'
+	@touch $@
+
+quickstart: $(READY) ## Train 0, 2 and 4 Laplacian heads on 3 seeds of the bundled digits and print the table
+	$(BIN)/lapbench sweep quickstart --jobs $(JOBS)
+
+table1: $(READY) ## Train and print Table 1: ViT-B on CIFAR-10, CIFAR-100 and ImageNet (needs the data, and GPUs)
+	$(BIN)/lapbench sweep table1
+
+test: $(READY) ## Run the tests
+	$(BIN)/python -m pytest --numprocesses $(JOBS)
+
+lint: $(READY) ## Check style, types and the direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(READY) ## Measure speed and memory, as ratios taken in one run
+	$(BIN)/python -m tests.benchmarks
+
+clean: ## Delete the environment and caches; data/ and runs/ stay
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,34 @@
+"""``make bench``: every measured promise, as a ratio where a machine's speed would matter. Status 1 if one is broken."""
+
+import argparse
+import logging
+import sys
+import warnings
+
+from tests.benchmarks import block, commands, streaming, training
+
+SUITES = {"block": block.results, "fit": training.results, "streaming": streaming.results, "commands": commands.results}
+
+
+def main() -> int:
+    """Runs the suites named on the command line, or all."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks")
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"any of {', '.join(SUITES)}; all by default")
+    names = parser.parse_args().suites or list(SUITES)
+    if unknown := set(names) - set(SUITES):
+        parser.error(f"unknown suites {sorted(unknown)}; expected {', '.join(SUITES)}")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    broken = 0
+    print(f"{'measured':>9}  {'bound':>8}  ")
+    for name in names:
+        for r in SUITES[name]():
+            broken += not r.holds
+            sign = "<=" if r.at_most else ">="
+            print(f"{r.value:9.3f}  {sign} {r.bound:5.2f}  {'ok    ' if r.holds else 'BROKEN'}  {r.name} ({r.detail})")
+            sys.stdout.flush()
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
