@@ -53,7 +53,7 @@ class VisionBackbone(nn.Module):
             x,
             indices=indices if indices is None or isinstance(indices, int) else list(indices),
             norm=norm,
-            return_prefix_tokens=True,
+            return_prefix_tokens=self.num_prefix_tokens > 0,  # timm's Eva fails where there are none to return
             output_fmt="NLC",
             intermediates_only=True,
         )
@@ -87,8 +87,8 @@ class VisionSettings:
 
     Args:
         name: A timm model with ``Attention``, ``AttentionRope`` or ``EvaAttention``: vit_*, deit3_*, eva*, ...
-        heads: Head schedule: 6 (Laplacian heads in every layer), [0, 2, 2, 0] (for each layer), a name (0-12L, 6L@last4,
-            4L+2D0.5) or a mapping of kinds to counts.
+        heads: Head schedule: 6 (Laplacian heads in every layer), [0, 2, 2, 0] (for each layer), a name (0-12L,
+            6L@last4, 4L+2D0.5) or a mapping of kinds to counts.
         pretrained: Whether to start from timm's pretrained weights (downloaded from the hub).
         weights: Local weights to start from: a timm state dict (.pth, .safetensors) or a lapbench checkpoint (.ckpt).
         img_size: Image size in pixels.
@@ -146,15 +146,16 @@ def build_backbone(name: str, heads: Any = 0, *, num_classes: int = 1000, **sett
     s = VisionSettings(name, heads, options=options, **settings)
     model = _create(s, num_classes)
     backbone = _convert(model, s)
+    if s.layer_scale == 0:
+        _remove_layer_scale(model)
     if s.drop_path_schedule == "constant" and s.drop_path > 0:
         _set_constant_drop_path(model, s.drop_path)
     if s.weights is not None:
         load_weights(backbone, s.weights)
     if s.grad_checkpointing:
-        model.set_grad_checkpointing(True)
+        model.set_grad_checkpointing(True)  # type: ignore[operator]
     if s.channels_last:
-        # module.to() has no overload for memory_format alone in its stubs
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model.to(memory_format=torch.channels_last)
     if s.compile:
         model.compile()
     return backbone
@@ -171,7 +172,7 @@ def _create(s: VisionSettings, num_classes: int) -> nn.Module:
         "patch_size": s.patch_size,
         "qk_norm": s.qk_norm,
         "global_pool": s.global_pool,
-        # timm takes None, and only None, for "no LayerScale", and refuses an explicit None where a model has it
+        # 0 is "no LayerScale" to timm's ViT, not to Eva: see _remove_layer_scale. Both ignore None where they have one.
         "init_values": s.layer_scale,
     }
     arguments |= {key: value for key, value in optional.items() if value is not None}
@@ -207,6 +208,14 @@ def _convert(model: nn.Module, s: VisionSettings) -> VisionBackbone:
     for attention, kinds in zip(attentions, schedule.layers, strict=True):
         set_head_kinds(attention, kinds)
     return model
+
+
+def _remove_layer_scale(model: nn.Module) -> None:
+    """Takes out the LayerScale of Eva blocks, which at 0 would silence them for good."""
+    for block in model.blocks:  # type: ignore[union-attr]
+        for name in ("gamma_1", "gamma_2"):
+            if getattr(block, name, None) is not None:
+                setattr(block, name, None)
 
 
 def _set_constant_drop_path(model: nn.Module, rate: float) -> None:
