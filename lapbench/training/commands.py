@@ -24,6 +24,12 @@ from lapbench.training.recording import RecordWriter
 
 INTERRUPTED = 75
 _FULL_OR_READ_ONLY = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO)
+_EXPECTED_WARNINGS: dict[str, type[Warning]] = {
+    ".*does not have many workers": UserWarning,  # tiny data sets are fastest without
+    ".*is smaller than the logging interval": UserWarning,
+    "Checkpoint directory .* exists and is not empty": UserWarning,  # a resumed run's
+    ".*LeafSpec": FutureWarning,  # Lightning's own use of torch
+}
 
 
 class Interrupted(SystemExit):
@@ -117,10 +123,8 @@ def _score(cli: CLI, command: str, checkpoint: Path | None) -> dict[str, float]:
 def _parse(command: str, argv: Sequence[str]) -> CLI:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)  # its remarks would stand around an error's one line
-    warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)  # Lightning's own use of torch
-    # Both are choices of the configs: tiny data sets are fastest without workers.
-    warnings.filterwarnings("ignore", ".*does not have many workers.*")
-    warnings.filterwarnings("ignore", ".*is smaller than the logging interval.*")
+    for message, category in _EXPECTED_WARNINGS.items():
+        warnings.filterwarnings("ignore", message, category)
     return CLI(command, argv)
 
 

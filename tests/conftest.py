@@ -1,0 +1,139 @@
+"""Shared by all tests: one thread, a few real digits, a tiny model, and the commands run inside this process."""
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import yaml
+
+from lapbench.cli import main
+from lapbench.datamodules.convert import pipeline
+from lapbench.datamodules.convert.digits import DigitsSource
+
+TRAIN, TEST = 160, 37
+
+TINY: dict[str, Any] = {
+    "seed_everything": 0,
+    "trainer": {"max_epochs": 2, "accelerator": "cpu", "log_every_n_steps": 1},
+    "model": {
+        "class_path": "lapbench.tasks.ImageClassification",
+        "init_args": {
+            "backbone": {
+                "name": "vit_tiny_patch16_224",
+                "heads": 1,
+                "img_size": 8,
+                "patch_size": 4,
+                "in_chans": 1,
+                "global_pool": "avg",
+                "options": {"embed_dim": 16, "depth": 2, "num_heads": 2, "class_token": False},
+            },
+            "optimizer": {"name": "adamw", "lr": 0.01},
+            "lr_schedule": {"warmup_epochs": 0.5},
+        },
+    },
+    "data": {
+        "class_path": "lapbench.datamodules.Digits",
+        # 120 training images are 10 batches; 40 for validation and 37 for test end in a batch that is not full.
+        "init_args": {"val_fraction": 0.25, "batch_size": 12, "eval_batch_size": 16},
+    },
+}
+
+
+class Outcome(NamedTuple):
+    """What a command returned and printed."""
+
+    status: int
+    out: str
+    err: str
+
+
+class _FewDigits(DigitsSource):
+    """The first digits of each split."""
+
+    sizes = {"train": TRAIN, "test": TEST}  # noqa: RUF012
+
+    def samples(self, split: str, start: int) -> Iterator[pipeline.Sample]:
+        yield from islice(super().samples(split, start), self.sizes[split] - start)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """Small tensors are slower on several threads, and sums differ in the last bit."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _process_state() -> Iterator[None]:
+    """Puts back what the commands change for their whole process."""
+    environment = dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+@pytest.fixture(scope="session")
+def few_digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A converted folder of 160 train and 37 test digits."""
+    folder = tmp_path_factory.mktemp("digits")
+    pipeline.convert(_FewDigits(), folder, shard_size=64)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(few_digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config that trains a tiny ViT on the few digits in a second."""
+    config = {**TINY, "data": {**TINY["data"], "init_args": {**TINY["data"]["init_args"], "data_dir": str(few_digits)}}}
+    file = tmp_path_factory.mktemp("config") / "tiny.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+@pytest.fixture(scope="session")
+def _trained(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    environment = dict(os.environ)
+    assert main(["fit", "--config", str(tiny), "--run.dir", str(folder)]) == 0
+    os.environ.clear()
+    os.environ.update(environment)
+    return folder
+
+
+@pytest.fixture
+def finished(_trained: Path, tmp_path: Path) -> Path:
+    """A finished run of the tiny config: the test's own copy."""
+    return shutil.copytree(_trained, tmp_path / "finished")
+
+
+@pytest.fixture
+def lapbench(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    """Runs a command: ``lapbench("fit", "--config", file)``."""
+
+    def run(*arguments: object) -> Outcome:
+        capsys.readouterr()
+        try:
+            status = main([str(argument) for argument in arguments])
+        except SystemExit as end:
+            assert isinstance(end.code, int)
+            status = end.code
+        return Outcome(status, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def fit(lapbench: Callable[..., Outcome], tiny: Path) -> Callable[..., Outcome]:
+    """Runs ``lapbench fit`` with the tiny config: ``fit(folder, "--trainer.max_epochs", 3)``."""
+
+    def run(folder: Path, *arguments: object) -> Outcome:
+        return lapbench("fit", "--config", tiny, "--run.dir", folder, *arguments)
+
+    return run
