@@ -13,7 +13,7 @@ from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from lapbench.backbones.attention import attention_of, set_head_kinds
+from lapbench.backbones.attention import MixedHeads, attention_of, set_head_kinds
 from lapbench.backbones.weights import load_weights
 from lapbench.errors import UserError
 from lapbench.heads.schedule import HeadSchedule
@@ -35,6 +35,13 @@ class VisionBackbone(nn.Module):
     num_heads: int
     num_prefix_tokens: int
     schedule: HeadSchedule
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Turns recomputation of blocks in the backward pass on or off; heads then keep nothing of their own."""
+        super().set_grad_checkpointing(enable)  # type: ignore[misc]
+        for module in self.modules():
+            if isinstance(module, MixedHeads):
+                module.lean = not enable
 
     def forward_intermediates(
         self, x: Tensor, indices: int | Sequence[int] | None = None, *, norm: bool = False
@@ -153,7 +160,7 @@ def build_backbone(name: str, heads: Any = 0, *, num_classes: int = 1000, **sett
     if s.weights is not None:
         load_weights(backbone, s.weights)
     if s.grad_checkpointing:
-        model.set_grad_checkpointing(True)  # type: ignore[operator]
+        backbone.set_grad_checkpointing()
     if s.channels_last:
         model.to(memory_format=torch.channels_last)
     if s.compile:

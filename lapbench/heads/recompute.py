@@ -9,8 +9,11 @@ Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 def shares_memory(tensor: Tensor, other: Tensor) -> bool:
-    """Whether both are views of the same storage."""
-    return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    """Whether both are known to be views of the same storage."""
+    try:
+        return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    except NotImplementedError:  # torch.func's transforms wrap tensors, and take no hooks either
+        return False
 
 
 def recomputed_in_backward(tensor: Tensor, recompute: Callable[[], Tensor]) -> saved_tensors_hooks:

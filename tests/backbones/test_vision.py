@@ -142,6 +142,50 @@ def test_grad_checkpointing_gives_equal_gradients(zoo: Any, family: str) -> None
         torch.testing.assert_close(saved[name], grad, rtol=0, atol=0, msg=name)
 
 
+def kept_for_backward(model: nn.Module, images: Tensor) -> int:
+    """Bytes of the distinct activations that autograd keeps."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, Tensor] = {}  # held, so that no address is used twice
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model.train()(images).sum()
+    assert loss.requires_grad
+    return sum(t.untyped_storage().nbytes() for address, t in kept.items() if address not in own)
+
+
+def test_mixed_heads_keep_nothing_more_than_attention(zoo: Any, family: str) -> None:
+    stock = kept_for_backward(zoo.stock(family), zoo.images())
+    assert stock > 0
+    for heads in ("4L", "2L", "2S+1L"):
+        assert kept_for_backward(zoo.mixed(family, heads), zoo.images()) <= stock
+
+
+def test_checkpointed_heads_keep_no_recipe(zoo: Any) -> None:
+    """A recipe holds P V and V, which checkpointed blocks have no need of."""
+    model = zoo.mixed(DEIT3, [0, 2, 2], grad_checkpointing=True)
+    assert [block.attn.lean for block in model.blocks[1:]] == [False, False]
+    model.set_grad_checkpointing(False)
+    assert [block.attn.lean for block in model.blocks[1:]] == [True, True]
+
+
+def test_function_transforms(zoo: Any) -> None:
+    """torch.func's gradients, for per-sample gradients or influence, equal autograd's."""
+    model = zoo.mixed(DEIT3, "1TS+2L").double().eval()
+    images = zoo.images(dtype=torch.float64)
+
+    def loss(x: Tensor) -> Tensor:
+        total: Tensor = model(x).square().sum()
+        return total
+
+    leaf = images.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(loss(leaf), leaf)
+    torch.testing.assert_close(torch.func.grad(loss)(images), expected)
+
+
 def test_a_mixed_block_compiles_to_one_graph(zoo: Any) -> None:
     model = zoo.mixed(DEIT3, "1TS+1D0.5+1L", drop_path=0.0)
     block, x = model.blocks[0], torch.randn(2, 5, 32)
