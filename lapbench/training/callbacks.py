@@ -4,6 +4,7 @@ import random
 import sys
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,7 +23,7 @@ def fit_callbacks(folder: RunFolder, seed: int) -> list[pl.Callback]:
     assert folder.path is not None
     # No metric in the names: "val/top1" would make a sub-folder.
     checkpoint = partial(
-        ModelCheckpoint, folder.path / CHECKPOINTS, auto_insert_metric_name=False, enable_version_counter=False
+        RunCheckpoint, folder.path / CHECKPOINTS, auto_insert_metric_name=False, enable_version_counter=False
     )
     throughput = Throughput()
     callbacks: list[pl.Callback] = [
@@ -39,6 +40,22 @@ def fit_callbacks(folder: RunFolder, seed: int) -> list[pl.Callback]:
     if not sys.stderr.isatty():  # a progress bar in a log file is a mess
         callbacks.append(EpochLines())
     return callbacks
+
+
+class RunCheckpoint(ModelCheckpoint):
+    """Lightning's, but that the run's folder may have been moved before it is resumed."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over the best score so far, with the files where they are now."""
+        assert self.dirpath is not None
+        folder = Path(self.dirpath)
+
+        def moved(file: str) -> str:
+            return str(folder / Path(file).name) if file else ""
+
+        files = {name: moved(state_dict[name]) for name in state_dict if name.endswith("_model_path")}
+        best = {moved(file): score for file, score in state_dict["best_k_models"].items()}
+        super().load_state_dict({**state_dict, **files, "best_k_models": best, "dirpath": self.dirpath})
 
 
 class StepSeeds(pl.Callback):

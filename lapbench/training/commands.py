@@ -28,6 +28,7 @@ _EXPECTED_WARNINGS: dict[str, type[Warning]] = {
     ".*does not have many workers": UserWarning,  # tiny data sets are fastest without
     ".*is smaller than the logging interval": UserWarning,
     "Checkpoint directory .* exists and is not empty": UserWarning,  # a resumed run's
+    ".*callbacks used to create the checkpoint need to be provided": UserWarning,  # scoring needs none of them
     ".*LeafSpec": FutureWarning,  # Lightning's own use of torch
 }
 

@@ -103,12 +103,13 @@ class CLI(LightningCLI):
         The folder is taken only now, when model and data are known to be sound.
         """
         settings = RunSettings(**vars(self.config.run))
-        if self.command == "fit":
+        if self.command != "fit":
+            kwargs["enable_checkpointing"] = False
+            self.run_folder = RunFolder.existing(settings)
+        else:
             name = Path(self.config_names[-1]).stem if self.config_names else "run"
             label = f"{name}/{schedule_name(self.model)}-seed{self.config.seed_everything}"
             self.run_folder = RunFolder.take(settings, label, self._dump())
-        else:
-            self.run_folder = RunFolder.existing(settings)
         trainer = self.config_init["trainer"]
         if trainer["logger"] in (None, True):
             kwargs["logger"] = self.run_folder.logger() if self.command == "fit" else False

@@ -1,17 +1,15 @@
 """Predictions as a CSV file."""
 
 import csv
-from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BasePredictionWriter
 
 from lapbench.errors import UserError
 
 
-class PredictionWriter(BasePredictionWriter):
+class PredictionWriter(pl.Callback):
     """Writes key, label, predicted class and its probability for each sample, batch by batch.
 
     The file appears under its name only when it is complete.
@@ -21,9 +19,9 @@ class PredictionWriter(BasePredictionWriter):
     """
 
     def __init__(self, file: Path) -> None:
-        super().__init__(write_interval="batch")
         self.file = file
         self.count = 0
+        self._temporary = file.with_suffix(".tmp")
         self._stream: IO[str] | None = None
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -36,23 +34,20 @@ class PredictionWriter(BasePredictionWriter):
         self._writer = csv.writer(self._stream)
         self._writer.writerow(["key", "label", "prediction", "probability"])
 
-    def write_on_batch_end(
+    def on_predict_batch_end(
         self,
         trainer: pl.Trainer,
         pl_module: pl.LightningModule,
-        prediction: dict[str, Any],
-        batch_indices: Sequence[int] | None,
+        outputs: dict[str, Any],
         batch: Any,
         batch_idx: int,
-        dataloader_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Writes a batch."""
-        probability, predicted = prediction["probabilities"].max(dim=-1)
-        rows = zip(
-            prediction["keys"], prediction["labels"].tolist(), predicted.tolist(), probability.tolist(), strict=True
-        )
-        for key, label, prediction_, p in rows:
-            self._writer.writerow([key, label, prediction_, f"{p:.6f}"])
+        probability, predicted = outputs["probabilities"].max(dim=-1)
+        columns = (outputs["keys"], outputs["labels"].tolist(), predicted.tolist(), probability.tolist())
+        for key, label, choice, p in zip(*columns, strict=True):
+            self._writer.writerow([key, label, choice, f"{p:.6f}"])
             self.count += 1
 
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -61,6 +56,8 @@ class PredictionWriter(BasePredictionWriter):
         self._stream.close()
         self._temporary.replace(self.file)
 
-    @property
-    def _temporary(self) -> Path:
-        return self.file.with_suffix(".tmp")
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Leaves nothing half written."""
+        if self._stream is not None:
+            self._stream.close()
+            self._temporary.unlink(missing_ok=True)
