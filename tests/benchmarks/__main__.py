@@ -1,4 +1,4 @@
-"""``make bench``: every measured promise, as a ratio where a machine's speed would matter. Status 1 if one is broken."""
+"""``make bench``: every measured promise, as ratios where the speed of a machine matters. Status 1: one is broken."""
 
 import argparse
 import logging
