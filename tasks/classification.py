@@ -163,10 +163,15 @@ class ImageClassification(pl.LightningModule):
             raise UserError("optimizer.lr_batch_size: scaling the learning rate needs a DataModule with a batch_size")
         batch = 0 if data is None else data.batch_size * trainer.world_size * trainer.accumulate_grad_batches
         optimizer = build_optimizer(self.backbone, self.optimizer_settings, batch)
-        total = int(trainer.estimated_stepping_batches)
+        trainer.fit_loop.setup_data()  # the estimate does so only where it needs the number of batches
+        total = trainer.estimated_stepping_batches
+        if not math.isfinite(total):
+            raise UserError(
+                "trainer.max_epochs: expected a number of epochs or trainer.max_steps, got training without end"
+            )
         steps_per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
         warmup = round(self.lr_schedule.warmup_epochs * steps_per_epoch)
-        scheduler = build_scheduler(optimizer, self.lr_schedule, total=total, warmup=warmup)
+        scheduler = build_scheduler(optimizer, self.lr_schedule, total=int(total), warmup=warmup)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 import io
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -42,3 +43,23 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         except OSError as error:
             kept = "; the checkpoint saved before is intact" if path.exists() else ""
             raise UserError(f"cannot write {path}: {error.strerror or error}{kept}") from error
+
+    def load_checkpoint(self, path: str | Path, *arguments: Any, **settings: Any) -> dict[str, Any]:
+        """Loads.
+
+        Raises:
+            UserError: It is no checkpoint, or damaged.
+        """
+        try:
+            checkpoint: dict[str, Any] = super().load_checkpoint(path, *arguments, **settings)
+        except (pickle.UnpicklingError, EOFError, RuntimeError, OSError) as error:
+            # torch's page on how to load untrusted pickles all the same is no advice here.
+            unsafe = isinstance(error, pickle.UnpicklingError)
+            reason = "it holds more than plain tensors" if unsafe else str(error).strip().partition("\n")[0][:100]
+            raise UserError(f"checkpoint {path}: not one, or damaged ({reason})") from error
+        if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+            raise UserError(
+                f"checkpoint {path}: expected one that `lapbench fit` wrote, with a state_dict "
+                "(weights of other origin go into model.backbone.weights)"
+            )
+        return checkpoint

@@ -5,6 +5,7 @@ import json
 import logging
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -142,6 +143,7 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 @contextmanager
 def _user_errors() -> Iterator[None]:
     """Turns a full disk, a read-only folder and Lightning's own complaints about settings into one line."""
+    previous, threading.excepthook = threading.excepthook, _thread_error
     try:
         yield
     except MisconfigurationException as error:
@@ -150,3 +152,15 @@ def _user_errors() -> Iterator[None]:
         if error.errno not in _FULL_OR_READ_ONLY:
             raise
         raise UserError(f"cannot write {error.filename or 'the run folder'}: {error.strerror}") from error
+    except RuntimeError as error:
+        if "Error(s) in loading state_dict" not in str(error):
+            raise
+        raise UserError(f"the checkpoint is of another model: {' '.join(str(error).split())[:250]}") from error
+    finally:
+        threading.excepthook = previous
+
+
+def _thread_error(error: threading.ExceptHookArgs) -> None:
+    # TensorBoard writes in a thread of its own; training meets the same error at its next event, and reports it.
+    if not (isinstance(error.exc_value, OSError) and error.exc_value.errno in _FULL_OR_READ_ONLY):
+        threading.__excepthook__(error)

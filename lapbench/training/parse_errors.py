@@ -33,6 +33,8 @@ def one_line(message: str, known: Iterable[str] = ()) -> str:
     text = " ".join(line for line in lines if line)
     text = re.sub(r'Parser key "([\w.]+)":\s*', r"\1: ", text)
     text = re.sub(r"<class '(\w+)'>", r"\1", text).replace("typing.", "")
+    if match := re.search(r"the following arguments are required: (\w+)", text):
+        return f"{match[1]}: expected a class_path, got none; give --config, for example supervised/digits"
     for pattern in _UNKNOWN:
         if match := re.search(pattern, text):
             groups = match.groupdict()
@@ -44,7 +46,7 @@ def one_line(message: str, known: Iterable[str] = ()) -> str:
 def _nearest(key: str, known: Iterable[str]) -> str:
     names = sorted(set(known))
     last = key.rsplit(".", 1)[-1]
-    near = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
+    near = [n for n in names if n.startswith(key)][:1] or difflib.get_close_matches(key, names, n=1, cutoff=0.6)
     # A key typed without its parents, or with other ones: compare the last parts.
     near = (
         near

@@ -1,11 +1,13 @@
 """Command line of fit, validate, test and predict: Lightning's, with configs by name and one-line errors."""
 
+import difflib
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
@@ -25,6 +27,7 @@ DESCRIPTIONS = {
     "test": "Scores a checkpoint on the test split.",
     "predict": "Writes predictions.csv for the test split into the run's folder.",
 }
+_TOP_LEVEL = ("seed_everything", "trainer", "model", "data", "run", "ckpt_path")
 
 
 class Parser(LightningArgumentParser):
@@ -103,27 +106,32 @@ class CLI(LightningCLI):
         The folder is taken only now, when model and data are known to be sound.
         """
         settings = RunSettings(**vars(self.config.run))
+        seed = self._seed()
         if self.command != "fit":
             kwargs["enable_checkpointing"] = False
             self.run_folder = RunFolder.existing(settings)
         else:
             name = Path(self.config_names[-1]).stem if self.config_names else "run"
-            label = f"{name}/{schedule_name(self.model)}-seed{self.config.seed_everything}"
+            label = f"{name}/{schedule_name(self.model)}-seed{seed}"
             self.run_folder = RunFolder.take(settings, label, self._dump())
         trainer = self.config_init["trainer"]
         if trainer["logger"] in (None, True):
             kwargs["logger"] = self.run_folder.logger() if self.command == "fit" else False
         callbacks = trainer["callbacks"] or []
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-        ours = fit_callbacks(self.run_folder, self._seed()) if self.command == "fit" else []
+        ours = fit_callbacks(self.run_folder, seed) if self.command == "fit" else []
         kwargs["callbacks"] = [*callbacks, *ours]
         plugins = trainer["plugins"] or []
         kwargs["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicCheckpointIO()]
-        if not sys.stderr.isatty():
-            kwargs["enable_progress_bar"] = False
+        if not sys.stderr.isatty():  # a log file
+            kwargs["enable_progress_bar"] = kwargs["enable_model_summary"] = False
         # A sanity check would count as a validation in the record; a fresh run has none to check.
         kwargs["num_sanity_val_steps"] = trainer["num_sanity_val_steps"] or 0
-        return super().instantiate_trainer(**kwargs)
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except (ValueError, TypeError, MisconfigurationException) as error:
+            self.run_folder.release()
+            raise UserError(f"trainer: {' '.join(str(error).split())}") from error
 
     def _seed(self) -> int:
         seed = self.config.seed_everything
@@ -162,9 +170,21 @@ def _with_config_files(argv: Sequence[str]) -> list[str]:
     out = list(argv)
     for i, value in _config_arguments(argv):
         path = find_config(value)
-        load_yaml(path)  # only to say where its syntax is wrong: file, line and column
+        _check_file(path)
         out[i] = f"--config={path}" if argv[i].startswith("--config=") else str(path)
     return out
+
+
+def _check_file(path: Path) -> None:
+    """What jsonargparse would not say, or not where: file and line of a syntax error, unknown keys at the top."""
+    content = load_yaml(path)
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected a mapping with the keys {', '.join(_TOP_LEVEL)}, got {content!r:.60}")
+    for key in content:
+        if key not in _TOP_LEVEL:
+            near = difflib.get_close_matches(str(key), _TOP_LEVEL, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"expected {', '.join(_TOP_LEVEL)}"
+            raise UserError(f"{path}: unknown key {key!r}; {hint}")
 
 
 def _user_error(error: BaseException | None) -> UserError | None:

@@ -188,3 +188,17 @@ def test_predictions_that_fail_leave_no_file(
     with pytest.raises(RuntimeError, match="out of memory"):
         lapbench("predict", *run_of(finished))
     assert sorted(finished.rglob("*")) == before
+
+
+def test_a_run_with_ema_is_scored_with_the_averaged_weights(tmp_path: Path, fit: Command, lapbench: Command) -> None:
+    run = tmp_path / "run"
+    assert fit(run, "--model.ema_decay", "0.9").status == 0
+    checkpoint = torch.load(run / "checkpoints/last.ckpt", weights_only=True)
+    averaged, raw = checkpoint["state_dict"], checkpoint["current_model_state"]
+    assert not any(torch.equal(averaged[name], raw[name]) for name in averaged if name.endswith("weight"))
+    _, labels, logits = by_hand(run)  # of state_dict
+    expected = torch.nn.functional.cross_entropy(logits, labels).item()
+    record = read_record(run)
+    assert record.metrics["test/loss"] == pytest.approx(expected, rel=1e-5)
+    assert json.loads(lapbench("test", *run_of(run)).out)["test/loss"] == record.metrics["test/loss"]
+    assert json.loads(lapbench("validate", *run_of(run)).out)["val/loss"] == record.metrics["val/loss"]

@@ -1,5 +1,6 @@
 """``lapbench fit``: what a run leaves behind, and that its folder is never mixed with another run's."""
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from tensorboard.summary.writer.record_writer import RecordWriter as RecordFile
 
 import lapbench.training.run_folder as run_folder
 from lapbench.process import lock_folder
 from lapbench.results.record import read_record
+from lapbench.tasks import ImageClassification
 
 Command = Callable[..., Any]
 LOGGED = {
@@ -181,3 +184,81 @@ def test_test_none_scores_nothing(tmp_path: Path, fit: Command) -> None:
     assert record.status == "finished"
     assert record.checkpoint is None
     assert not any(name.startswith("test/") for name in record.metrics)
+
+
+def test_a_non_finite_loss_fails_the_run_and_keeps_the_state_before(
+    tmp_path: Path, fit: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    after: list[dict[str, torch.Tensor]] = []
+    original = ImageClassification.training_step
+
+    def step(self: ImageClassification, batch: Any, batch_idx: int) -> Any:
+        after.append({name: value.detach().clone() for name, value in self.state_dict().items()})
+        if len(after) == 13:
+            batch[0][0] = float("nan")
+        return original(self, batch, batch_idx)
+
+    monkeypatch.setattr(ImageClassification, "training_step", step)
+    outcome = fit(tmp_path)
+    assert outcome.status == 2
+    lines = outcome.err.splitlines()
+    assert lines[0] == f"training in {tmp_path}"
+    file = tmp_path / "checkpoints/nonfinite.ckpt"
+    reason = "train/loss is nan at optimizer step 12, epoch 1, batch 2: expected a finite number; "
+    assert lines[-1].startswith(f"lapbench: error: {reason}")
+    assert lines[-1].endswith(f"; the state before this step is in {file}")
+    assert "Traceback" not in outcome.err
+    checkpoint = torch.load(file, weights_only=True)
+    assert checkpoint["global_step"] == 12
+    assert all(value.isfinite().all() for value in checkpoint["state_dict"].values())
+    assert all(torch.equal(value, checkpoint["state_dict"][name]) for name, value in after[12].items())
+    record = read_record(tmp_path)
+    assert record.status == "failed"
+    assert record.error is not None
+    assert record.error.startswith(reason)
+    assert record.progress["step"] == 12
+    # The last good checkpoint is still the first epoch's.
+    assert torch.load(tmp_path / "checkpoints/last.ckpt", weights_only=True)["global_step"] == 10
+
+
+@pytest.mark.parametrize("what", ["last.ckpt", "record.json", "events"])
+def test_a_full_disk_is_one_line_and_loses_nothing(
+    what: str, finished: Path, fit: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full from the second epoch on; the first one's checkpoint and record stay what they were."""
+    content = json.loads((finished / "record.json").read_text())
+    (finished / "record.json").write_text(json.dumps({**content, "status": "interrupted"}))
+    kept = {name: (finished / name).read_bytes() for name in ("checkpoints/last.ckpt", "record.json")}
+    # A run of as many epochs, with a third to do.
+    config = (finished / "config.yaml").read_text()
+    (finished / "config.yaml").write_text(config.replace("max_epochs: 2", "max_epochs: 3"))
+    if what == "events":
+
+        def write(self: Any, data: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(RecordFile, "write", write)
+    else:
+        original_fsync = os.fsync
+
+        def fsync(file: int) -> None:
+            if what in os.readlink(f"/proc/self/fd/{file}"):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            original_fsync(file)
+
+        monkeypatch.setattr(os, "fsync", fsync)
+    outcome = fit(finished, "--trainer.max_epochs", 3)
+    assert outcome.status == 2, outcome.err
+    lines = [line for line in outcome.err.splitlines() if line.startswith("lapbench: error:")]
+    assert len(lines) == 1
+    assert "No space left on device" in lines[0]
+    assert "Traceback" not in outcome.err
+    for name in ("checkpoints/last.ckpt", "record.json"):
+        if what in name:
+            assert (finished / name).read_bytes() == kept[name]
+            assert f"cannot write {finished / name}: No space left on device" in lines[0]
+            assert "intact" in lines[0]
+    assert not list(finished.rglob("*.tmp"))
+    monkeypatch.undo()
+    assert fit(finished, "--trainer.max_epochs", 3).status == 0
+    assert read_record(finished).progress["step"] == 30
