@@ -27,6 +27,10 @@ DESCRIPTIONS = {
     "test": "Scores a checkpoint on the test split.",
     "predict": "Writes predictions.csv for the test split into the run's folder.",
 }
+_TITLES = {
+    "model": "Task and model (their settings: --model.help ImageClassification)",
+    "data": "Data set (its settings: --data.help Digits)",
+}
 _TOP_LEVEL = ("seed_everything", "trainer", "model", "data", "run", "ckpt_path")
 
 
@@ -76,6 +80,8 @@ class CLI(LightningCLI):
                 help="Checkpoint to use: last, best or a file. null: the one that run.test declares, of run.dir; "
                 "the model as it is built where run.dir is null.",
             )
+        for key, title in _TITLES.items():
+            parser.groups[key].title = title
         parser.link_arguments("data.num_classes", "model.init_args.num_classes", apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:

@@ -1,0 +1,181 @@
+"""Every shipped config can be used: alone, under each preset, and in the sweeps."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from lapbench.backbones.vision import VisionBackbone
+from lapbench.config_files import CONFIGS, config_names, find_config, load_yaml
+from lapbench.datamodules import ImageShards
+from lapbench.sweeps.grid import load_sweep
+from lapbench.training.parser import CLI
+
+PRESETS = [name for name in config_names("supervised") if "/presets/" in name]
+COMPLETE = [name for name in config_names("supervised") if name not in PRESETS]
+SWEEPS = config_names("sweeps")
+PAIRS = [
+    (config, preset)
+    for config in COMPLETE
+    for preset in PRESETS
+    # It is for the two configs of small images whose model has patches of another size by itself.
+    if not preset.endswith("upscaled224") or "cifar" in config
+]
+
+
+class Parsed(CLI):
+    """Stops before anything is built."""
+
+    def instantiate_classes(self) -> None:
+        """Builds nothing."""
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING", "lightning.pytorch")
+
+
+def parse(*configs: str | Path, arguments: tuple[str, ...] = ()) -> CLI:
+    return Parsed("fit", [part for config in configs for part in ("--config", str(config))] + list(arguments))
+
+
+def resolved(*configs: str) -> dict[str, Any]:
+    """All settings of a run of these configs."""
+    settings: dict[str, Any] = yaml.safe_load(parse(*configs)._dump())
+    return settings
+
+
+def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from flat(inner, f"{prefix}.{key}".lstrip("."))
+    else:
+        yield prefix, value
+
+
+def test_the_names_are_those_that_the_documentation_promises() -> None:
+    assert {f"supervised/{n}" for n in ("digits", "cifar10", "cifar100", "imagenet", "imagenet_finetune")} <= set(
+        COMPLETE
+    )
+    assert {f"supervised/presets/{n}" for n in ("deit3", "authors")} <= set(PRESETS)
+    assert {"sweeps/quickstart", "sweeps/table1"} <= set(SWEEPS)
+
+
+@pytest.mark.parametrize("configs", [(name,) for name in COMPLETE] + PAIRS, ids=" ".join)
+def test_a_config_builds_its_model_and_data(configs: tuple[str, ...]) -> None:
+    cli = parse(*configs)
+    with torch.device("meta"):  # shapes and settings without the work of first weights
+        built = cli.parser.instantiate(cli.config)
+    data, backbone = built["data"], built["model"].backbone
+    assert isinstance(data, ImageShards)
+    assert isinstance(backbone, VisionBackbone)
+    assert built["model"].num_classes == data.num_classes
+    assert backbone.schedule.name == "0L"
+    # The images have the size and channels that the model takes.
+    assert backbone.patch_embed.img_size == (data.image_size, data.image_size)
+    assert backbone.patch_embed.proj.in_channels == data.channels
+    assert cli.config.trainer.max_epochs > 0
+    if built["model"].mixup is not None:
+        assert data.batch_size % 2 == 0
+
+
+@pytest.mark.parametrize(("config", "preset"), PAIRS)
+def test_a_preset_changes_what_it_names_and_nothing_else(config: str, preset: str) -> None:
+    before, after = dict(flat(resolved(config))), dict(flat(resolved(config, preset)))
+    named = dict(flat(load_yaml(find_config(preset))))
+    assert {key: after.get(key) for key in named} == named
+    changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+    # `options: {}` of another optimizer also takes away what was below it.
+    assert all(key in named or key.rpartition(".")[0] in named for key in changed)
+
+
+def test_the_imagenet_config_is_deit3() -> None:
+    alone, with_preset = resolved("supervised/imagenet"), resolved("supervised/imagenet", "supervised/presets/deit3")
+    assert alone == with_preset
+    init = alone["model"]["init_args"]
+    assert init["optimizer"]["name"] == "lamb"
+    assert (init["loss"], init["label_smoothing"]) == ("bce_binarized", 0.0)
+    assert alone["data"]["init_args"]["repeats"] == 3
+
+
+def test_a_run_goes_by_the_last_config_that_names_a_key(tmp_path: Path) -> None:
+    for name, rate in (("a", "1e-4"), ("b", "2e-4")):
+        (tmp_path / f"{name}.yaml").write_text(f"model: {{init_args: {{optimizer: {{lr: {rate}}}}}}}\n")
+    one, two = tmp_path / "a.yaml", tmp_path / "b.yaml"
+
+    def rate(*configs: str | Path, arguments: tuple[str, ...] = ()) -> float:
+        value: float = parse("supervised/cifar10", *configs, arguments=arguments).config.model.init_args.optimizer.lr
+        return value
+
+    assert (rate(), rate(one), rate(two, one), rate(one, two)) == (5e-4, 1e-4, 1e-4, 2e-4)
+    assert rate(one, arguments=("--model.optimizer.lr", "3e-4")) == 3e-4
+
+
+def test_numbers_are_numbers(tmp_path: Path) -> None:
+    """Also where YAML 1.1 sees text, as in 1e-4, and where a setting has no declared type."""
+    file = tmp_path / "numbers.yaml"
+    file.write_text(
+        "model: {init_args: {optimizer: {lr: 1e-4, options: {eps: 1e-7}}, backbone: {layer_scale: 1e-5}}}\n"
+    )
+    arguments = ("--model.optimizer.weight_decay", "1e-2", "--model.optimizer.options.betas", "[9e-1, 0.99]")
+    init = parse("supervised/cifar10", file, arguments=arguments).config.model.init_args
+    assert (init.optimizer.lr, init.optimizer.weight_decay, init.backbone.layer_scale) == (1e-4, 1e-2, 1e-5)
+    assert init.optimizer.options == {"eps": 1e-7, "betas": [0.9, 0.99]}
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_a_sweep_plans_runs_that_parse(name: str) -> None:
+    plan = load_sweep(name).plan()
+    assert len({run.folder for run in plan.runs}) == len(plan.runs) > 1
+    for run in (plan.runs[0], plan.runs[-1]):
+        cli = Parsed("fit", list(run.arguments))
+        with torch.device("meta"):
+            built = cli.parser.instantiate(cli.config)
+        assert built["model"].backbone.schedule.name == f"{run.labels['heads']}L"
+        assert str(cli.config.seed_everything) == run.labels["seed"]
+
+
+def test_the_quickstart_is_three_schedules_by_three_seeds() -> None:
+    plan = load_sweep("quickstart").plan()
+    assert [(run.labels["heads"], run.labels["seed"]) for run in plan.runs] == [
+        (heads, seed) for heads in "024" for seed in "012"
+    ]
+    assert (plan.baseline, plan.metric) == ("0L", "test/top1")
+
+
+@pytest.fixture(params=COMPLETE + PRESETS + SWEEPS)
+def header(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """Name and leading comment of a config, without the marks."""
+    lines = (CONFIGS / f"{request.param}.yaml").read_text(encoding="utf-8").splitlines()
+    count = next(i for i, line in enumerate(lines) if not line.startswith("#"))
+    return request.param, "\n".join(line.removeprefix("#").removeprefix(" ") for line in lines[:count])
+
+
+def test_a_header_tells_what_the_config_is_for(header: tuple[str, str]) -> None:
+    name, text = header
+    assert len(text.splitlines()[0]) > 20
+    expected = ("Command", "Sources") if name in PRESETS else ("Command", "Cost", "Expected", "Sources")
+    for key in expected:
+        assert re.search(rf"^{key}: +\S", text, re.MULTILINE), f"{name} has no {key}"
+
+
+def test_the_commands_of_a_header_name_configs_and_keys_that_exist(header: tuple[str, str]) -> None:
+    name, text = header
+    joined = text.replace("\\\n", " ")
+    named = re.findall(r"(?:--config|lapbench sweep) ([\w./]+)", joined)
+    below = "sweeps" if name in SWEEPS else ""
+    assert name in {find_config(found, below).relative_to(CONFIGS).with_suffix("").as_posix() for found in named}
+    for command in re.findall(r"lapbench fit ([^\n]*)", joined):
+        words = command.partition("(")[0].split()
+        assert parse(arguments=tuple(words)).config.model.class_path == "lapbench.tasks.ImageClassification"
+
+
+def test_every_config_is_a_file_that_a_wheel_takes() -> None:
+    """Package data are *.yaml; a config under another name would be left out."""
+    files = [path for path in CONFIGS.rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} == {".yaml"}
+    assert sorted(COMPLETE + PRESETS + SWEEPS) == config_names()
