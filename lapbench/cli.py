@@ -1,6 +1,7 @@
 """The ``lapbench`` command: finds what a command needs, and imports nothing else."""
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -47,6 +48,19 @@ def _usage() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status: 0 done, 1 a run failed, 2 bad input, 75 interrupted, start again."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        status = _run(arguments)
+        sys.stdout.flush()
+    except UserError as error:
+        print(f"lapbench: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader of our output has gone, as in `lapbench table DIR | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left when it ends
+        return 141
+    return status
+
+
+def _run(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_usage())
         return 0
@@ -54,17 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"lapbench {__version__}")
         return 0
     name, *rest = arguments
-    try:
-        if name not in COMMANDS:
-            raise UserError(f"unknown command {name!r}; expected one of {', '.join(COMMANDS)}{_did_you_mean(name)}")
-        module, function = COMMANDS[name].target.split(":")
-        status: int = getattr(importlib.import_module(module), function)(rest)
-    except UserError as error:
-        print(f"lapbench: error: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # the reader of our output has gone, as in `lapbench table DIR | head -1`
-        sys.stderr.close()
-        return 141
+    if name not in COMMANDS:
+        raise UserError(f"unknown command {name!r}; expected one of {', '.join(COMMANDS)}{_did_you_mean(name)}")
+    module, function = COMMANDS[name].target.split(":")
+    status: int = getattr(importlib.import_module(module), function)(rest)
     return status
 
 

@@ -80,6 +80,7 @@ class CLI(LightningCLI):
                 help="Checkpoint to use: last, best or a file. null: the one that run.test declares, of run.dir; "
                 "the model as it is built where run.dir is null.",
             )
+        assert parser.groups is not None
         for key, title in _TITLES.items():
             parser.groups[key].title = title
         parser.link_arguments("data.num_classes", "model.init_args.num_classes", apply_on="instantiate")
