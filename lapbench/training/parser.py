@@ -89,12 +89,6 @@ class CLI(LightningCLI):
         """As Lightning's, without its warning that arguments are given twice: these are the process's own."""
         self.config = parser.parse_args(args)
 
-    def before_instantiate_classes(self) -> None:
-        """Asks for a model and data by name before jsonargparse does."""
-        for key in ("model", "data"):
-            if self.config.get(key) is None:
-                raise UserError(f"{key}: expected a class_path, got none; give --config, for example supervised/digits")
-
     def instantiate_classes(self) -> None:
         """As Lightning's; a ``UserError`` of a class arrives as itself."""
         try:
