@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lapbench.heads.blend import blend
 from lapbench.heads.kinds import ATTENTION, HeadKind
 
 
@@ -66,6 +67,8 @@ def combine_heads(
     if all(kind == ATTENTION for kind, _ in groups):
         return attended
     sizes = [n for _, n in groups]
+    if not any(kind.learned or kind.c for kind, _ in groups) and not torch.compiler.is_compiling():
+        return blend(attended, value, [(kind.a, kind.b, n) for kind, n in groups])
     # Splits rather than slices: their gradient is one concatenation, not a zero-filled copy for each group.
     # Work on [B, T, H, d_h], the layout in which the fused kernels write, so that the result needs no transposing copy.
     attended_parts = torch.split(attended.transpose(1, 2), sizes, dim=2)
@@ -117,8 +120,6 @@ def _combine(
     attn_mask: Tensor | None,
     is_causal: bool,
 ) -> Tensor:
-    if _is(a, 1.0) and _is(b, -1.0) and _is(c, 0.0):  # Laplacian heads: one kernel
-        return value_BTHd - attended_BTHd
     terms = []
     if not _is(b, 0.0):
         terms.append(attended_BTHd if _is(b, 1.0) else b * attended_BTHd)

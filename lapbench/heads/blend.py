@@ -1,0 +1,66 @@
+"""a V + b P V for fixed a and b, in as few passes over memory as it takes when nothing compiles them into one."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Groups = Sequence[tuple[float, float, int]]
+
+
+def blend(attended: Tensor, value: Tensor, groups: Groups) -> Tensor:
+    """a V + b P V, differentiable any number of times.
+
+    Args:
+        attended: P V, [B, H, T, d_h].
+        value: V, [B, H, T, d_h].
+        groups: (a, b, number of heads) for each run of heads, H heads in all.
+
+    Returns:
+        [B, H, T, d_h], in the memory layout of [B, T, H, d_h].
+    """
+    blended: Tensor = _Blend.apply(attended, value, tuple(groups))  # type: ignore[no-untyped-call]
+    return blended
+
+
+class _Blend(torch.autograd.Function):
+    """Autograd's own rule would pad, concatenate and add for each slice of heads."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(attended: Tensor, value: Tensor, groups: Groups) -> Tensor:
+        out = _scaled(attended, [(b, n) for _, b, n in groups])
+        first = 0
+        for a, _, n in groups:
+            if a:
+                out.narrow(1, first, n).add_(value.narrow(1, first, n), alpha=a)
+            first += n
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.groups = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (grad,) = grads
+        groups: Groups = ctx.groups
+        return _scaled(grad, [(b, n) for _, b, n in groups]), _scaled(grad, [(a, n) for a, _, n in groups]), None
+
+
+def _scaled(x: Tensor, groups: Sequence[tuple[float, int]]) -> Tensor:
+    """A copy of x [B, H, T, d_h], each run of heads multiplied by its number."""
+    out = torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+    first = 0
+    for factor, n in groups:
+        part = out.narrow(1, first, n)
+        if factor == 0:
+            part.zero_()
+        elif factor == 1:
+            part.copy_(x.narrow(1, first, n))
+        else:
+            part.copy_(x.narrow(1, first, n)).mul_(factor)
+        first += n
+    return out
