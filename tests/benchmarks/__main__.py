@@ -17,7 +17,8 @@ def main() -> int:
     names = parser.parse_args().suites or list(SUITES)
     if unknown := set(names) - set(SUITES):
         parser.error(f"unknown suites {sorted(unknown)}; expected {', '.join(SUITES)}")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for logger in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     broken = 0
     print(f"{'measured':>9}  {'bound':>8}  ")
