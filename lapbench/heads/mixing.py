@@ -67,7 +67,7 @@ def combine_heads(
     if all(kind == ATTENTION for kind, _ in groups):
         return attended
     sizes = [n for _, n in groups]
-    if not any(kind.learned or kind.c for kind, _ in groups) and not torch.compiler.is_compiling():
+    if not any(kind.learned or kind.c for kind, _ in groups):
         return blend(attended, value, [(kind.a, kind.b, n) for kind, n in groups])
     # Splits rather than slices: their gradient is one concatenation, not a zero-filled copy for each group.
     # Work on [B, T, H, d_h], the layout in which the fused kernels write, so that the result needs no transposing copy.
