@@ -5,6 +5,8 @@ import logging
 import sys
 import warnings
 
+import lightning.pytorch  # noqa: F401  it sets its loggers' levels at import, which must not come after ours
+
 from tests.benchmarks import block, commands, streaming, training
 
 SUITES = {"block": block.results, "fit": training.results, "streaming": streaming.results, "commands": commands.results}

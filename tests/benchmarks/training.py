@@ -1,5 +1,7 @@
 """`lapbench fit` against a bare PyTorch loop on the same model and batches."""
 
+import contextlib
+import io
 import statistics
 import tempfile
 import time
@@ -81,7 +83,8 @@ def results() -> Iterator[Result]:
             folder = Path(root) / str(i)
             folder.mkdir()
             pair = [fit_rate, bare_rate] if i % 2 else [bare_rate, fit_rate]
-            rates = {measure.__name__: measure(folder) for measure in pair}
+            with contextlib.redirect_stderr(io.StringIO()):  # fit's own progress
+                rates = {measure.__name__: measure(folder) for measure in pair}
             if i:  # the first one warms up
                 ratios.append(rates["fit_rate"] / rates["bare_rate"])
     yield Result("fit / bare loop, samples/s", statistics.median(ratios), 0.95, False, f"{rounds} pairs, ViT d 192 x 6")
