@@ -11,7 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-import lapbench.datamodules.images as images
+import lapbench.datamodules.builtin as builtin
 import lapbench.tasks as tasks
 from lapbench.config_files import find_config, load_yaml
 from lapbench.errors import UserError
@@ -154,7 +154,7 @@ class CLI(LightningCLI):
 def _classes() -> list[type]:
     """The shipped tasks and data modules, whose settings a misspelt key is compared with."""
     found = [getattr(tasks, name) for name in tasks.__all__]
-    return found + [c for _, c in inspect.getmembers(images, inspect.isclass) if issubclass(c, LightningDataModule)]
+    return found + [c for _, c in inspect.getmembers(builtin, inspect.isclass) if issubclass(c, LightningDataModule)]
 
 
 def _config_arguments(argv: Sequence[str]) -> Iterator[tuple[int, str]]:

@@ -15,7 +15,8 @@ import torch
 from PIL import Image
 
 import lapbench.datamodules
-from lapbench.datamodules.images import CIFAR10, CIFAR100, Digits, ImageNet, ImageShards, held_out_samples
+from lapbench.datamodules.builtin import CIFAR10, CIFAR100, Digits, ImageNet
+from lapbench.datamodules.images import ImageShards, held_out_samples
 from lapbench.datamodules.manifest import Manifest, Shard
 from lapbench.datamodules.transforms import TrainTransform
 from lapbench.errors import UserError
