@@ -79,4 +79,6 @@ for epoch in range(first, options.epochs):
     if stopping or (behavior == "again-once" and epoch == 0):
         write_record(folder, replace(record, status="interrupted"))
         sys.exit(75)
-write_record(folder, replace(record, status="finished", metrics={**record.metrics, "test/top1": score}))
+# From the record: a run killed after its last epoch trains no more when it is started again.
+metrics = {**record.metrics, "test/top1": record.metrics["val/top1"]}
+write_record(folder, replace(record, status="finished", metrics=metrics))
