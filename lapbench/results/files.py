@@ -9,8 +9,8 @@ from typing import Any
 from lapbench.errors import UserError
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` through a temporary file in the same folder; the folder is made if it is missing.
+def write_atomically(path: Path, content: str | memoryview) -> None:
+    """Write ``content`` to ``path`` through a temporary file in the same folder; the folder is made if it is missing.
 
     Raises:
         UserError: the disk is full, the folder is read-only, ...; what ``path`` held before is intact.
@@ -19,8 +19,8 @@ def write_atomically(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(text)
+            with temporary.open("wb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)

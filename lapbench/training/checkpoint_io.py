@@ -1,7 +1,6 @@
 """Checkpoints that are either the old or the new one, never half of the new one."""
 
 import io
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
 from lapbench.errors import UserError
+from lapbench.results.files import write_atomically
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -25,24 +25,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         Raises:
             UserError: The disk is full, the folder is read-only, ...
         """
-        path = Path(path)
         # Through memory, as Lightning does: torch.save itself hides why a write failed.
         content = io.BytesIO()
         torch.save(checkpoint, content)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                with temporary.open("wb") as file:
-                    file.write(content.getbuffer())
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)  # there only if the lines above failed
-        except OSError as error:
-            kept = "; the checkpoint saved before is intact" if path.exists() else ""
-            raise UserError(f"cannot write {path}: {error.strerror or error}{kept}") from error
+        write_atomically(Path(path), content.getbuffer())
 
     def load_checkpoint(self, path: str | Path, *arguments: Any, **settings: Any) -> dict[str, Any]:
         """Loads.

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from lapbench.config_files import load_yaml
 from lapbench.errors import UserError
 from lapbench.process import lock_folder
+from lapbench.results.files import write_atomically
 from lapbench.results.record import FILE_NAME, Record, read_record
 from lapbench.training.settings import RunSettings
 
@@ -141,12 +142,7 @@ class RunFolder:
                 raise UserError(f"run.dir {self.path} holds a run without its {CONFIG}; give another --run.dir")
             _check_same(load_yaml(file), yaml.safe_load(config), self.path)
             return
-        temporary = file.with_suffix(".tmp")
-        try:
-            temporary.write_text(config)
-            temporary.replace(file)
-        except OSError as error:
-            raise UserError(f"cannot write {file}: {error.strerror}") from error
+        write_atomically(file, config)
 
 
 def _new_folder(stem: Path) -> Path:
