@@ -3,12 +3,15 @@
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
 from lapbench.errors import UserError
 
 PARENT_VARIABLE = "LAPBENCH_PARENT_PID"
+WORKER_GRACE_SECONDS = 30
 _PR_SET_PDEATHSIG = 1
 
 
@@ -36,6 +39,35 @@ def die_with_parent() -> None:
     # The parent may have died before the request above: then nothing would ever send the signal.
     if str(os.getppid()) != expected:
         raise SystemExit(f"lapbench: the process that started this one ({PARENT_VARIABLE}={expected}) is gone")
+
+
+@contextmanager
+def children_die_with_this_process() -> Iterator[None]:
+    """Ask ``die_with_parent`` of the lapbench processes that are started meanwhile."""
+    before = os.environ.get(PARENT_VARIABLE)
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[PARENT_VARIABLE]
+        else:
+            os.environ[PARENT_VARIABLE] = before
+
+
+def outlive_stop_signals(worker: int = 0) -> None:
+    """Have a data loader's worker process ignore the signals that ask a run to stop.
+
+    Schedulers send them to every process of a job: the workers must go on until the main process has come to the end
+    of its step. After SIGTERM they have ``WORKER_GRACE_SECONDS``, and end with the main process in any case.
+
+    Args:
+        worker: the worker's number, as ``DataLoader`` gives it to its ``worker_init_fn``.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(WORKER_GRACE_SECONDS))
 
 
 def lock_folder(folder: Path, user: str) -> IO[str]:

@@ -186,20 +186,27 @@ class ImageClassification(pl.LightningModule):
             images, targets = self.mixup(images, labels)
         logits = self(images)
         loss: Tensor = self.train_loss_fn(logits, targets)
-        if not torch.isfinite(loss):
+        finite = bool(torch.isfinite(loss))
+        # All processes stop together: one that stops alone leaves the others waiting for its gradients.
+        if not self.trainer.strategy.reduce_boolean_decision(finite):
+            what = "not finite on another process" if finite else loss.item()
             raise NonFiniteLossError(
-                f"train/loss is {loss.item()} at optimizer step {self.trainer.global_step}, epoch "
+                f"train/loss is {what} at optimizer step {self.trainer.global_step}, epoch "
                 f"{self.trainer.current_epoch}, batch {batch_idx}: expected a finite number; a lower learning rate, "
                 "a longer warm-up or gradient clipping may help"
             )
         detached = loss.detach()
         self.train_loss.update(detached, weight=len(labels))
         self.log("train/loss", detached)
-        self.log("train/loss_epoch", self.train_loss, on_step=False, on_epoch=True)
         if self.mixup is None:
             self.train_top1.update(logits.detach(), labels)
-            self.log("train/top1", self.train_top1, on_step=False, on_epoch=True)
         return loss * self._window_correction(batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        """Logs the epoch's means: here, not at each step, for an epoch that is resumed after its last step."""
+        self.log("train/loss_epoch", self.train_loss)
+        if self.mixup is None:
+            self.log("train/top1", self.train_top1)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Logs the learning rate and the gradient norm before clipping."""
@@ -210,6 +217,11 @@ class ImageClassification(pl.LightningModule):
         gradients = [p.grad for p in self.backbone.parameters() if p.grad is not None]
         self.log("train/grad_norm", nn.utils.get_total_norm(gradients))
         self.log("train/lr", optimizer.param_groups[0]["lr"])
+
+    def on_validation_epoch_start(self) -> None:
+        """Forgets what an interrupted validation gathered."""
+        self.val_loss.reset()
+        self.val_accuracy.reset()
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         """Loss and accuracy of a validation batch."""

@@ -13,6 +13,21 @@ class EMA(EMAWeightAveraging):
     Training resumes from the raw ones. Before the first optimizer step both are the same.
     """
 
+    _exchanged = False  # whether the model holds the averaged weights, and the average the raw ones
+
+    def _swap_models(self, pl_module: pl.LightningModule) -> None:
+        super()._swap_models(pl_module)
+        self._exchanged = not self._exchanged
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """As Lightning's, but right also in the middle of validation."""
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        if self._exchanged:
+            averaged, raw = checkpoint["current_model_state"], checkpoint["state_dict"]
+            checkpoint |= {"state_dict": averaged, "current_model_state": raw}
+
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:

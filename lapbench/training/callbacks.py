@@ -10,15 +10,18 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
 from lapbench.tasks.classification import NonFiniteLossError
+from lapbench.training.exact_resume import ExactResume
 from lapbench.training.recording import RecordWriter
 from lapbench.training.run_folder import CHECKPOINTS, RunFolder
+from lapbench.training.step_checkpoint import StepCheckpoint
+from lapbench.training.stop_signals import StopSignals
 from lapbench.training.throughput import Throughput
 
 
-def fit_callbacks(folder: RunFolder, seed: int) -> list[pl.Callback]:
+def fit_callbacks(folder: RunFolder, seed: int, signals: StopSignals) -> list[pl.Callback]:
     """What every training run has besides the callbacks of its config."""
     assert folder.path is not None
     # No metric in the names: "val/top1" would make a sub-folder.
@@ -31,14 +34,17 @@ def fit_callbacks(folder: RunFolder, seed: int) -> list[pl.Callback]:
         throughput,
         RecordWriter(folder, throughput, seed),
         SaveNonFinite(folder),
+        ExactResume(),
     ]
+    if not sys.stderr.isatty():  # a progress bar in a log file is a mess
+        callbacks.append(EpochLines())
     if folder.settings.test == "best":
         monitor, mode = folder.settings.monitor, folder.settings.monitor_mode
         callbacks.append(checkpoint(filename="best", monitor=monitor, mode=mode))
     # After the best one, whose score so far it holds for a resumed run.
     callbacks.append(checkpoint(filename="last", save_on_train_epoch_end=True))
-    if not sys.stderr.isatty():  # a progress bar in a log file is a mess
-        callbacks.append(EpochLines())
+    # After the epoch's: a run that is asked to stop leaves here.
+    callbacks.append(StepCheckpoint(folder.checkpoint_file("last"), signals, folder.settings.save_every_n_steps))
     return callbacks
 
 
@@ -94,8 +100,11 @@ class SaveNonFinite(pl.Callback):
             exception.args = (f"{exception}; the state before this step is in {file}",)
 
 
-class EpochLines(pl.Callback):
-    """One line for an epoch on stderr, at most every ten seconds, and the last: progress for log files."""
+class EpochLines(Checkpoint):
+    """One line for an epoch on stderr, at most every ten seconds, and the last: progress for log files.
+
+    A ``Checkpoint`` to Lightning, as these see what the task logs when its epoch ends.
+    """
 
     def __init__(self, every_seconds: float = 10.0) -> None:
         self.every_seconds = every_seconds
@@ -104,6 +113,8 @@ class EpochLines(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Prints the epoch and its metrics."""
         epoch = trainer.current_epoch + 1
+        if not trainer.is_global_zero:
+            return
         if time.monotonic() < self._next and epoch != trainer.max_epochs:
             return
         self._next = time.monotonic() + self.every_seconds

@@ -3,7 +3,6 @@
 import errno
 import json
 import logging
-import signal
 import sys
 import threading
 import warnings
@@ -11,19 +10,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
 
 from lapbench.errors import UserError
-from lapbench.process import die_with_parent
+from lapbench.process import children_die_with_this_process, die_with_parent
 from lapbench.results.record import write_record
 from lapbench.training.parser import CLI
 from lapbench.training.predictions import PredictionWriter
 from lapbench.training.recording import RecordWriter
+from lapbench.training.stop_signals import INTERRUPTED, Interrupted
 
-INTERRUPTED = 75
 _FULL_OR_READ_ONLY = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO)
 _EXPECTED_WARNINGS: dict[str, type[Warning]] = {
     ".*does not have many workers": UserWarning,  # tiny data sets are fastest without
@@ -34,14 +35,11 @@ _EXPECTED_WARNINGS: dict[str, type[Warning]] = {
 }
 
 
-class Interrupted(SystemExit):
-    """SIGTERM or SIGINT arrived: leave with status 75, "start me again"."""
-
-
 def fit(argv: Sequence[str]) -> int:
     """``lapbench fit``: trains, then tests the declared checkpoint. Returns 0, or 75 when interrupted."""
     die_with_parent()
-    with _user_errors():
+    # Lightning starts a process for each further device: they end with this one, however it ends.
+    with _user_errors(), children_die_with_this_process():
         cli = _parse("fit", argv)
         try:
             return _fit(cli)
@@ -52,12 +50,11 @@ def fit(argv: Sequence[str]) -> int:
 def _fit(cli: CLI) -> int:
     folder, trainer = cli.run_folder, cli.trainer
     if folder.finished:
-        print(f"{folder.path}: this run has finished already; its results are in record.json", file=sys.stderr)
+        _say(cli, f"{folder.path}: this run has finished already; its results are in record.json")
         return 0
     last = folder.last_checkpoint
-    print(f"training in {folder.path}{' from its last checkpoint on' if last else ''}", file=sys.stderr)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _interrupt)
+    _say(cli, f"training in {folder.path}{' from its last checkpoint on' if last else ''}")
+    cli.stop_signals.install()
     try:
         trainer.fit(cli.model, cli.datamodule, ckpt_path=last, weights_only=True)
         choice = folder.settings.test
@@ -67,10 +64,31 @@ def _fit(cli: CLI) -> int:
         writer = next(c for c in callbacks if isinstance(c, RecordWriter))
         writer.finish(trainer, metrics, None if checkpoint is None else choice)
     except Interrupted:
-        print(f"interrupted; the same command with --run.dir {folder.path} goes on", file=sys.stderr)
-        return INTERRUPTED
-    print(f"finished: {folder.path}  {_show(metrics)}", file=sys.stderr)
+        _say(cli, f"interrupted; the same command with --run.dir {folder.path} goes on")
+        _leave_group()
+        # Lightning kills the first process when one that it started for another device ends with another status.
+        return INTERRUPTED if trainer.is_global_zero or _started_by_others(trainer) else 0
+    _say(cli, f"finished: {folder.path}  {_show(metrics)}")
+    _leave_group()
     return 0
+
+
+def _say(cli: CLI, text: str) -> None:
+    if cli.trainer.is_global_zero:
+        print(text, file=sys.stderr)
+
+
+def _started_by_others(trainer: Trainer) -> bool:
+    """Whether this process was started by torchrun or srun, not by Lightning's first process."""
+    environment = trainer._accelerator_connector.cluster_environment
+    return not isinstance(environment, LightningEnvironment)
+
+
+def _leave_group() -> None:
+    """Take leave of the other processes: one that just ends can make the others abort."""
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def validate(argv: Sequence[str]) -> int:
@@ -132,12 +150,6 @@ def _parse(command: str, argv: Sequence[str]) -> CLI:
 
 def _show(metrics: dict[str, float]) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-
-
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C does not wait for anything
-    raise Interrupted(INTERRUPTED)
 
 
 @contextmanager

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -20,6 +22,7 @@ from lapbench.training.checkpoint_io import AtomicCheckpointIO
 from lapbench.training.parse_errors import known_keys, one_line
 from lapbench.training.run_folder import RunFolder, schedule_name
 from lapbench.training.settings import RunSettings
+from lapbench.training.stop_signals import StopSignals
 
 DESCRIPTIONS = {
     "fit": "Trains a model and tests it. A run folder with an unfinished run of the same configuration is resumed.",
@@ -49,6 +52,7 @@ class CLI(LightningCLI):
     def __init__(self, command: str, argv: Sequence[str]) -> None:
         self.command = command
         self.config_names = [value for _, value in _config_arguments(argv)]
+        self.stop_signals = StopSignals()
         super().__init__(
             LightningModule,
             LightningDataModule,
@@ -120,10 +124,14 @@ class CLI(LightningCLI):
             kwargs["logger"] = self.run_folder.logger() if self.command == "fit" else False
         callbacks = trainer["callbacks"] or []
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-        ours = fit_callbacks(self.run_folder, seed) if self.command == "fit" else []
+        ours = fit_callbacks(self.run_folder, seed, self.stop_signals) if self.command == "fit" else []
         kwargs["callbacks"] = [*callbacks, *ours]
         plugins = trainer["plugins"] or []
-        kwargs["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicCheckpointIO()]
+        plugins = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicCheckpointIO()]
+        if SLURMEnvironment.detect() and not any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
+            # Its requeueing saves in the middle of a step: such a run does not go on as it would have.
+            plugins.append(SLURMEnvironment(auto_requeue=False))
+        kwargs["plugins"] = plugins
         if not sys.stderr.isatty():  # a log file
             kwargs["enable_progress_bar"] = kwargs["enable_model_summary"] = False
         # A sanity check would count as a validation in the record; a fresh run has none to check.

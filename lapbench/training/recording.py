@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lapbench.results.record import Record, write_record
@@ -21,8 +22,10 @@ from lapbench.training.throughput import Throughput
 _VERSIONS = ("lapbench", "torch", "torchvision", "lightning", "timm", "torchmetrics", "webdataset", "numpy", "pillow")
 
 
-class RecordWriter(pl.Callback):
+class RecordWriter(Checkpoint):
     """Writes the record when training starts, after each epoch, and when the run fails or is interrupted.
+
+    A ``Checkpoint`` to Lightning, as these see what the task logs when its epoch ends.
 
     Args:
         folder: The run's folder.

@@ -27,6 +27,10 @@ class Throughput(pl.Callback):
         counted = self._epochs[1:] or self._epochs
         return sum(n for n, _ in counted) / sum(s for _, s in counted) if counted else None
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # An epoch that is resumed in its middle has no other beginning.
+        self.on_train_epoch_start(trainer, pl_module)
+
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._samples, self._seconds, self._since = 0, 0.0, time.perf_counter()
 

@@ -132,7 +132,7 @@ def test_a_signal_ends_a_run_with_75_and_the_same_command_finishes_it(
     assert outcome.err.splitlines()[-1] == f"interrupted; the same command with --run.dir {tmp_path} goes on"
     record = read_record(tmp_path)
     assert (record.status, record.error, record.finished) == ("interrupted", None, None)
-    assert record.progress == {"epoch": 1, "max_epochs": 3, "step": 8, "max_steps": 15}
+    assert record.progress == {"epoch": 1, "max_epochs": 3, "step": 9, "max_steps": 15}
     outcome = fit(tmp_path, *SETTINGS, "--data.num_workers", workers)
     assert outcome.status == 0, outcome.err
     assert outcome.err.splitlines()[0] == f"training in {tmp_path} from its last checkpoint on"
