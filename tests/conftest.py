@@ -15,6 +15,7 @@ import yaml
 from lapbench.cli import main
 from lapbench.datamodules.convert import pipeline
 from lapbench.datamodules.convert.digits import DigitsSource
+from lapbench.results.record import read_record
 
 TRAIN, TEST = 160, 37
 
@@ -111,6 +112,74 @@ def _trained(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def finished(_trained: Path, tmp_path: Path) -> Path:
     """A finished run of the tiny config: the test's own copy."""
     return shutil.copytree(_trained, tmp_path / "finished")
+
+
+@pytest.fixture
+def scalars() -> Callable[[Path], dict[str, dict[int, float]]]:
+    """Values by tag and step of the event files in a folder; where a step was logged twice, the later value."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def read(folder: Path) -> dict[str, dict[int, float]]:
+        events = EventAccumulator(str(folder), size_guidance={"scalars": 0}, purge_orphaned_data=False)
+        events.Reload()
+        return {tag: {item.step: item.value for item in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+
+    return read
+
+
+def state(folder: Path, name: str = "last") -> dict[str, Any]:
+    """What a checkpoint holds, but for paths and times."""
+    checkpoint = torch.load(folder / f"checkpoints/{name}.ckpt", weights_only=True)
+    checkpoint["lapbench"]["logs"].pop("train/samples_per_second", None)
+    keys = (
+        "state_dict",
+        "current_model_state",
+        "averaging_state",
+        "optimizer_states",
+        "lr_schedulers",
+        "loops",
+        "lapbench",
+    )
+    return {key: checkpoint[key] for key in (*keys, "epoch", "global_step")}
+
+
+def assert_equal(one: Any, other: Any, where: str = "") -> None:
+    """Equal to the bit."""
+    assert type(one) is type(other), where
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other), where
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            assert_equal(one[key], other[key], f"{where}/{key}")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), where
+        for index, (a, b) in enumerate(zip(one, other, strict=True)):
+            assert_equal(a, b, f"{where}/{index}")
+    else:
+        assert one == other, where
+
+
+@pytest.fixture
+def assert_same_run(scalars: Callable[[Path], dict[str, dict[int, float]]]) -> Callable[[Path, Path], None]:
+    """Compares two runs: weights, averaged weights, optimizer, scheduler, counters, every logged value, the record."""
+
+    def compare(one: Path, other: Path) -> None:
+        for name in ("last", "best"):
+            assert_equal(state(one, name), state(other, name), name)
+        logs = [scalars(folder / "tensorboard") for folder in (one, other)]
+        for log in logs:
+            log.pop("train/samples_per_second")
+        assert logs[0] == logs[1]
+        records = [read_record(folder) for folder in (one, other)]
+        for record in records:
+            assert record.status == "finished"
+            assert record.error is None
+            assert record.metrics.pop("train/samples_per_second") > 0
+        assert records[0].metrics == records[1].metrics
+        assert records[0].progress == records[1].progress
+
+    return compare
 
 
 @pytest.fixture

@@ -63,13 +63,13 @@ def _fit(cli: CLI) -> int:
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         writer = next(c for c in callbacks if isinstance(c, RecordWriter))
         writer.finish(trainer, metrics, None if checkpoint is None else choice)
-    except Interrupted:
+    except Interrupted as stop:
         _say(cli, f"interrupted; the same command with --run.dir {folder.path} goes on")
-        _leave_group()
+        _leave_group(wait=stop.together)
         # Lightning kills the first process when one that it started for another device ends with another status.
         return INTERRUPTED if trainer.is_global_zero or _started_by_others(trainer) else 0
     _say(cli, f"finished: {folder.path}  {_show(metrics)}")
-    _leave_group()
+    _leave_group(wait=True)
     return 0
 
 
@@ -84,10 +84,11 @@ def _started_by_others(trainer: Trainer) -> bool:
     return not isinstance(environment, LightningEnvironment)
 
 
-def _leave_group() -> None:
-    """Take leave of the other processes: one that just ends can make the others abort."""
+def _leave_group(wait: bool) -> None:
+    """Take leave of the run's other processes: just ending can make them, or this one, abort."""
     if dist.is_available() and dist.is_initialized():
-        dist.barrier()
+        if wait:
+            dist.barrier()
         dist.destroy_process_group()
 
 

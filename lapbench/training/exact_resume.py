@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from torchmetrics import Metric
 
-_KEY = "lapbench"
+CHECKPOINT_KEY = "lapbench"
 
 
 class ExactResume(Checkpoint):
@@ -38,11 +38,14 @@ class ExactResume(Checkpoint):
             connector: Any = trainer._logger_connector
             logs = {name: float(value) for name, value in connector.metrics["log"].items()}
             logs["epoch"] = trainer.current_epoch
-        checkpoint[_KEY] = {
+        checkpoint[CHECKPOINT_KEY] = {
             # An ending epoch's sums are done with; Lightning resets them after its checkpoint is written.
             "metrics": _gathered({} if ending else _metric_states(pl_module), trainer.world_size),
             "logs": logs,
             "step": fit_loop.epoch_loop._batches_that_stepped - 1,
+            # What its counters mean, for a run that goes on under another layout.
+            "batches_per_epoch": trainer.num_training_batches,
+            "accumulation": trainer.accumulate_grad_batches,
         }
         if trainer.validating:
             _restart_validation(checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"])
@@ -51,9 +54,9 @@ class ExactResume(Checkpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Takes them over for training."""
-        if trainer.state.fn != TrainerFn.FITTING or _KEY not in checkpoint:
+        if trainer.state.fn != TrainerFn.FITTING or CHECKPOINT_KEY not in checkpoint:
             return
-        kept = checkpoint[_KEY]
+        kept = checkpoint[CHECKPOINT_KEY]
         self._logs, self._step = kept["logs"], kept["step"]
         if len(kept["metrics"]) == trainer.world_size:
             _set_metric_states(pl_module, kept["metrics"][trainer.global_rank])

@@ -19,6 +19,8 @@ from lapbench.config_files import find_config, load_yaml
 from lapbench.errors import UserError
 from lapbench.training.callbacks import fit_callbacks
 from lapbench.training.checkpoint_io import AtomicCheckpointIO
+from lapbench.training.layout_change import OPTION as LAYOUT_OPTION
+from lapbench.training.layout_change import LayoutChange
 from lapbench.training.parse_errors import known_keys, one_line
 from lapbench.training.run_folder import RunFolder, schedule_name
 from lapbench.training.settings import RunSettings
@@ -76,7 +78,14 @@ class CLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds ``run.*`` and ``--ckpt_path``, and gives the model the data's number of classes."""
         parser.add_class_arguments(RunSettings, "run")
-        if self.command != "fit":
+        if self.command == "fit":
+            parser.add_argument(
+                LAYOUT_OPTION,
+                action="store_true",
+                help="Resume an unfinished run although batch size, processes, workers, seed or data are others than "
+                "it was started with: from the same share of the epoch on, but with other samples in another order.",
+            )
+        else:
             parser.add_argument(
                 "--ckpt_path",
                 type=str | None,
@@ -118,13 +127,15 @@ class CLI(LightningCLI):
         else:
             name = Path(self.config_names[-1]).stem if self.config_names else "run"
             label = f"{name}/{schedule_name(self.model)}-seed{seed}"
-            self.run_folder = RunFolder.take(settings, label, self._dump())
+            self.run_folder = RunFolder.take(settings, label, self._dump(), self.config.allow_layout_change)
         trainer = self.config_init["trainer"]
         if trainer["logger"] in (None, True):
             kwargs["logger"] = self.run_folder.logger() if self.command == "fit" else False
         callbacks = trainer["callbacks"] or []
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
         ours = fit_callbacks(self.run_folder, seed, self.stop_signals) if self.command == "fit" else []
+        if self.command == "fit" and self.config.allow_layout_change:
+            ours.append(LayoutChange(self.run_folder))
         kwargs["callbacks"] = [*callbacks, *ours]
         plugins = trainer["plugins"] or []
         plugins = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicCheckpointIO()]
@@ -155,6 +166,7 @@ class CLI(LightningCLI):
         config = self.config.clone()
         config.pop("config", None)
         config.pop("ckpt_path", None)
+        config.pop(LAYOUT_OPTION.removeprefix("--"), None)
         text: str = self.parser.dump(config, skip_unset=False)
         return text
 

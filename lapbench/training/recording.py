@@ -58,6 +58,7 @@ class RecordWriter(Checkpoint):
             progress=previous.progress if previous is not None else self._progress(trainer),
             throughput=previous.throughput if previous is not None else None,
             git_revision=_git_revision(),
+            notes=self.folder.notes,
             versions={"python": platform.python_version(), **{name: version(name) for name in _VERSIONS}},
             hardware=_hardware(trainer),
         )

@@ -1,8 +1,9 @@
 """The folder of a run: taken by one process, resumed when unfinished, never mixed with another run's."""
 
 import os
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
@@ -23,8 +24,19 @@ CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
 # Other ranks of the same run inherit it: they must not make folders of their own.
 _RUN_DIR_VARIABLE = "LAPBENCH_RUN_DIR"
-# What may differ when a run is resumed: nothing that its results depend on.
-_MAY_DIFFER = ("run.dir", "trainer.enable_progress_bar", "trainer.enable_model_summary")
+_SHARED = (
+    "run.dir: expected a folder for all processes of the run, as they are not started by lapbench (torchrun, srun)"
+)
+# What may differ when a run is resumed: nothing that its results depend on. Whether the number of workers does is for
+# the data's own layout to say.
+_MAY_DIFFER = re.compile(
+    r"run\.(dir|save_every_n_steps)|trainer\.enable_(progress_bar|model_summary)"
+    r"|data\.init_args\.(num_workers|pin_memory|persistent_workers)"
+)
+# What --allow_layout_change lets differ: which samples come in which order.
+_LAYOUT = re.compile(
+    r"seed_everything|trainer\.(accelerator|devices|num_nodes|strategy|accumulate_grad_batches)|data\..*"
+)
 
 
 def schedule_name(model: LightningModule) -> str:
@@ -41,28 +53,35 @@ class RunFolder:
         path: The folder, or None when a command runs without one.
         settings: The run's settings.
         previous: The record that was there before, if any.
+        changes: Settings that are others than the run was started with, where that was asked for: before and after.
+        notes: What the record is to say of how the run went.
         lock: The open lock file; held as long as the process lives.
     """
 
     path: Path | None
     settings: RunSettings
     previous: Record | None = None
+    changes: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
     lock: IO[str] | None = None
 
     @classmethod
-    def take(cls, settings: RunSettings, label: str, config: str) -> "RunFolder":
+    def take(cls, settings: RunSettings, label: str, config: str, allow_layout_change: bool = False) -> "RunFolder":
         """Makes or takes over the folder of a run to train, and writes its config.yaml.
 
         Args:
             settings: Its ``dir`` is the folder; without one, ``runs/<label>-<time>`` is made.
             label: Name of a new folder.
             config: The resolved configuration, as YAML.
+            allow_layout_change: Whether an unfinished run goes on although settings of its data's layout differ.
 
         Raises:
             UserError: It cannot be written, another process works in it, or it holds a run of another configuration.
         """
         if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
-            return cls(Path(os.environ[_RUN_DIR_VARIABLE]), settings)
+            return cls._of_another_process(settings)
+        if settings.dir is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise UserError(_SHARED)
         try:
             path = Path(settings.dir) if settings.dir is not None else _new_folder(Path("runs") / label)
             path.mkdir(parents=True, exist_ok=True)
@@ -73,11 +92,21 @@ class RunFolder:
         try:
             if (path / FILE_NAME).exists():
                 folder.previous = read_record(path)
-            folder._keep_config(config)
+                folder.notes = dict(folder.previous.notes)
+            folder._keep_config(config, allow_layout_change and not folder.finished)
         except UserError:
             folder.release()
             raise
         return folder
+
+    @classmethod
+    def _of_another_process(cls, settings: RunSettings) -> "RunFolder":
+        """The folder that the run's first process takes, for the others: they read in it only."""
+        name = settings.dir or os.environ.get(_RUN_DIR_VARIABLE)
+        if name is None:
+            raise UserError(_SHARED)
+        path = Path(name)
+        return cls(path, settings, read_record(path) if (path / FILE_NAME).exists() else None)
 
     @classmethod
     def existing(cls, settings: RunSettings) -> "RunFolder":
@@ -134,14 +163,16 @@ class RunFolder:
         if self.lock is not None:
             self.lock.close()
 
-    def _keep_config(self, config: str) -> None:
+    def _keep_config(self, config: str, allow_layout_change: bool) -> None:
         assert self.path is not None
         file = self.path / CONFIG
         if self.previous is not None or self.last_checkpoint is not None:
             if not file.is_file():
                 raise UserError(f"run.dir {self.path} holds a run without its {CONFIG}; give another --run.dir")
-            _check_same(load_yaml(file), yaml.safe_load(config), self.path)
-            return
+            self.changes = _differences(load_yaml(file), yaml.safe_load(config))
+            _refuse(self.changes, self.path, allow_layout_change)
+            if not self.changes:
+                return
         write_atomically(file, config)
 
 
@@ -159,20 +190,28 @@ def _new_folder(stem: Path) -> Path:
     raise UserError(f"{stem.parent}: a thousand runs started in this second; give --run.dir")
 
 
-def _check_same(old: Any, new: Any, folder: Path) -> None:
+def _differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
+    """The settings that matter to a run's results and differ: before and after, by key."""
     before, after = dict(_flatten(old)), dict(_flatten(new))
-    differing = [
-        key
+    return {
+        key: (before.get(key), after.get(key))
         for key in sorted(before.keys() | after.keys())
-        if key not in _MAY_DIFFER and before.get(key) != after.get(key)
-    ]
-    if differing:
-        key = differing[0]
-        more = f" (and {len(differing) - 1} more: {', '.join(differing[1:4])})" if len(differing) > 1 else ""
-        raise UserError(
-            f"run.dir {folder} holds a run with {key} = {before.get(key)!r}, this one has {after.get(key)!r}{more}; "
-            "give another --run.dir"
-        )
+        if before.get(key) != after.get(key) and not _MAY_DIFFER.fullmatch(key)
+    }
+
+
+def _refuse(changes: dict[str, tuple[Any, Any]], folder: Path, allow_layout_change: bool) -> None:
+    layout = [key for key in changes if _LAYOUT.fullmatch(key)]
+    wrong = [key for key in changes if not (allow_layout_change and key in layout)]
+    if not wrong:
+        return
+    key, *others = wrong
+    old, new = changes[key]
+    more = f" (and {len(others)} more: {', '.join(others[:3])})" if others else ""
+    hint = "; --allow_layout_change accepts it, at the cost of exactness" if len(layout) == len(changes) else ""
+    raise UserError(
+        f"run.dir {folder} holds a run with {key} = {old!r}, this one has {new!r}{more}; give another --run.dir{hint}"
+    )
 
 
 def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

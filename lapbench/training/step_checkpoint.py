@@ -32,6 +32,7 @@ class StepCheckpoint(Checkpoint):
         self.every_n_steps = every_n_steps
         self._vote: _Vote | None = None
         self._seen = 0
+        self._validated = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """From here on signals wait for a step to end."""
@@ -59,30 +60,45 @@ class StepCheckpoint(Checkpoint):
         if stop or (self.every_n_steps and trainer.global_step % self.every_n_steps == 0):
             trainer.save_checkpoint(self.file)
         if stop:
-            raise Interrupted
+            raise Interrupted(together=True)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Notes that no validation has followed this batch yet."""
+        self._validated = False
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Notes that one has."""
+        self._validated = True
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leaves, if a signal arrived; this callback comes after the one that wrote the epoch's checkpoint."""
         self._seen = trainer.global_step
         if self._agreed():
-            raise Interrupted
+            raise Interrupted(together=True)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """From here on signals act at once."""
         stop = self._agreed()
         self.signals.deferring = False
         if stop:
-            raise Interrupted
+            raise Interrupted(together=True)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Takes the batch that was announced but not begun out of Lightning's counters."""
-        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-        if progress["total"]["ready"] > progress["total"]["started"]:
-            progress["is_last_batch"] = False
-            for counter in (progress["total"], progress["current"]):
-                counter["ready"] = counter["started"]
+        loops = checkpoint["loops"]["fit_loop"]
+        progress = loops["epoch_loop.batch_progress"]
+        if progress["total"]["ready"] == progress["total"]["started"]:
+            return
+        progress["is_last_batch"] = False
+        for counter in (progress["total"], progress["current"]):
+            counter["ready"] = counter["started"]
+        if self._validated:
+            # A run that goes on after a validation does not repeat it, but counts its step once more.
+            loops["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
 
     def _agreed(self) -> bool:
         assert self._vote is not None

@@ -9,10 +9,15 @@ _STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class Interrupted(SystemExit):
-    """A stop signal arrived: leave with status 75."""
+    """A stop signal arrived: leave with status 75.
 
-    def __init__(self) -> None:
+    Attributes:
+        together: Whether all processes of the run leave now, or this one alone knows of it.
+    """
+
+    def __init__(self, together: bool) -> None:
         super().__init__(INTERRUPTED)
+        self.together = together
 
 
 class StopSignals:
@@ -43,4 +48,4 @@ class StopSignals:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        raise Interrupted
+        raise Interrupted(together=False)

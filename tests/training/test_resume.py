@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lapbench.results.record import read_record
 from lapbench.tasks import ImageClassification
@@ -32,52 +31,6 @@ SETTINGS = (
     *("--run.test", "best"),
 )
 MOMENTS = ("batch-4", "batch-17", "checkpoint-2", "test-1")
-
-
-def state(folder: Path, name: str = "last") -> dict[str, Any]:
-    """What a checkpoint holds, but for paths and times."""
-    checkpoint = torch.load(folder / f"checkpoints/{name}.ckpt", weights_only=True)
-    keys = ("state_dict", "current_model_state", "averaging_state", "optimizer_states", "lr_schedulers", "loops")
-    return {key: checkpoint[key] for key in (*keys, "epoch", "global_step")}
-
-
-def assert_equal(one: Any, other: Any, where: str = "") -> None:
-    """Equal to the bit."""
-    assert type(one) is type(other), where
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other), where
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys(), where
-        for key in one:
-            assert_equal(one[key], other[key], f"{where}/{key}")
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other), where
-        for index, (a, b) in enumerate(zip(one, other, strict=True)):
-            assert_equal(a, b, f"{where}/{index}")
-    else:
-        assert one == other, where
-
-
-@pytest.fixture
-def assert_same_run(scalars: Callable[[Path], dict[str, dict[int, float]]]) -> Callable[[Path, Path], None]:
-    """Compares two runs: weights, averaged weights, optimizer, scheduler, counters, every logged value, the record."""
-
-    def compare(one: Path, other: Path) -> None:
-        for name in ("last", "best"):
-            assert_equal(state(one, name), state(other, name), name)
-        logs = [scalars(folder / "tensorboard") for folder in (one, other)]
-        for log in logs:
-            log.pop("train/samples_per_second")
-        assert logs[0] == logs[1]
-        records = [read_record(folder) for folder in (one, other)]
-        for record in records:
-            assert record.status == "finished"
-            assert record.error is None
-            assert record.metrics.pop("train/samples_per_second") > 0
-        assert records[0].metrics == records[1].metrics
-        assert records[0].progress == records[1].progress == {"epoch": 3, "max_epochs": 3, "step": 15, "max_steps": 15}
-
-    return compare
 
 
 @pytest.fixture(scope="module")

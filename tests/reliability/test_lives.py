@@ -1,0 +1,94 @@
+"""A run that is ended at twenty random moments and started again each time is, to the bit, the one never disturbed."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+LIVES = 20
+MODELS = {"layer norm": "vit_tiny_patch16_224", "batch norm": "vit_with_batch_norm"}
+# Everything that draws random numbers or keeps a state of its own; 96 batches, 48 steps, two validations an epoch.
+SETTINGS = (
+    *("--trainer.max_epochs", "8"),
+    *("--trainer.limit_train_batches", "12"),
+    *("--trainer.val_check_interval", "0.5"),
+    *("--trainer.accumulate_grad_batches", "2"),
+    *("--trainer.gradient_clip_val", "1.0"),
+    *("--model.mixing", "{mixup: 0.8, cutmix: 1.0}"),
+    *("--model.ema_decay", "0.9"),
+    *("--model.backbone.drop_path", "0.3"),
+    *("--data.train_transform", "{crop: src, padding: 1, hflip: 0.5, color_jitter: 0.3, erase_prob: 0.5}"),
+    *("--data.num_workers", "2"),
+    *("--run.test", "best"),
+    *("--run.save_every_n_steps", "1"),
+)
+# The same global batch on any number of processes.
+PROCESSES = {
+    1: ("--data.batch_size", "8"),
+    2: ("--data.batch_size", "4", "--trainer.devices", "2", "--trainer.strategy", "ddp"),
+}
+
+
+@pytest.fixture(scope="module")
+def live(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Trains a run in lives that are ended by a signal; returns its folder."""
+
+    def run(signal: str, processes: int, model: str, seed: int = 0) -> Path:
+        folder = tmp_path_factory.mktemp("lives")
+        script = Path(__file__).with_name("lives.py")
+        lives = [signal, str(LIVES), str(processes), str(seed), str(folder / "log")]
+        fit = ["fit", "--config", str(tiny), *SETTINGS, *PROCESSES[processes], "--run.dir", str(folder / "run")]
+        name = ("--model.backbone.name", MODELS[model])
+        done = subprocess.run(
+            [sys.executable, str(script), *lives, *fit, *name],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert int(done.stdout) == (0 if signal == "NONE" else LIVES)
+        return folder / "run"
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(live: Callable[..., Path]) -> Callable[[int, str], Path]:
+    """The uninterrupted run."""
+    done: dict[tuple[int, str], Path] = {}
+
+    def run(processes: int, model: str) -> Path:
+        key = processes, model
+        if key not in done:
+            done[key] = live("NONE", processes, model)
+        return done[key]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("model", "processes", "signal"),
+    [
+        ("layer norm", 1, "SIGKILL"),
+        ("layer norm", 1, "SIGTERM"),
+        ("layer norm", 2, "SIGUSR1"),
+        ("batch norm", 1, "SIGKILL"),
+        ("batch norm", 1, "SIGUSR1"),
+        ("batch norm", 2, "SIGKILL"),
+        ("batch norm", 2, "SIGTERM"),
+    ],
+)
+def test_a_run_of_many_lives_is_the_one_never_disturbed(
+    model: str,
+    processes: int,
+    signal: str,
+    live: Callable[..., Path],
+    whole: Callable[[int, str], Path],
+    assert_same_run: Callable[[Path, Path], None],
+) -> None:
+    assert_same_run(whole(processes, model), live(signal, processes, model))
