@@ -10,13 +10,14 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from timm.data import Mixup
 from timm.loss import BinaryCrossEntropy
 from torch import Tensor, nn
-from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from lapbench.backbones import VisionSettings, build_backbone
 from lapbench.errors import UserError
 from lapbench.optim import LRSchedule, OptimizerSettings, build_optimizer, build_scheduler
 from lapbench.optim.ema import EMA
+from lapbench.tasks.metrics import SampleMean
 
 Stage = Literal["val", "test"]
 
@@ -127,10 +128,10 @@ class ImageClassification(pl.LightningModule):
             if mixing.active
             else None
         )
-        self.train_loss = MeanMetric()
+        self.train_loss = SampleMean()
         self.train_top1 = MulticlassAccuracy(num_classes, average="micro")
         # Not in a ModuleDict: metrics of both stages need attribute names for Lightning to find and reset them.
-        self.val_loss, self.test_loss = MeanMetric(), MeanMetric()
+        self.val_loss, self.test_loss = SampleMean(), SampleMean()
         self.val_accuracy, self.test_accuracy = _accuracies(num_classes, "val"), _accuracies(num_classes, "test")
 
     def forward(self, images: Tensor) -> Tensor:
@@ -234,17 +235,28 @@ class ImageClassification(pl.LightningModule):
     def predict_step(self, batch: tuple[Tensor, Tensor, list[str]], batch_idx: int) -> dict[str, Any]:
         """Keys, labels and class probabilities [B, num_classes] of a batch."""
         images, labels, keys = batch
-        return {"keys": list(keys), "labels": labels, "probabilities": self(images).float().softmax(dim=-1)}
+        return {"keys": list(keys), "labels": labels, "probabilities": self._evaluated(images).softmax(dim=-1)}
 
     def _evaluate(self, batch: tuple[Tensor, Tensor], stage: Stage) -> None:
         images, labels = batch
-        logits = self(images).float()
+        logits = self._evaluated(images)
         loss, accuracy = getattr(self, f"{stage}_loss"), getattr(self, f"{stage}_accuracy")
         # Plain cross-entropy whatever the training loss is, so that runs with different losses can be compared.
         loss.update(nn.functional.cross_entropy(logits, labels, reduction="none"))
         accuracy.update(logits, labels)
         self.log(f"{stage}/loss", loss, on_step=False, on_epoch=True)
         self.log_dict(accuracy, on_step=False, on_epoch=True)
+
+    def _evaluated(self, images: Tensor) -> Tensor:
+        """Logits [B, num_classes] of evaluation images, in float32.
+
+        Every batch goes through the model at the same size: the last bits of a matrix product depend on its shape, so
+        a score would depend on how samples fall into batches, and so on the number of processes.
+        """
+        full: int = getattr(getattr(self.trainer, "datamodule", None), "eval_batch_size", len(images))
+        padded = nn.functional.pad(images, (0, 0) * (images.ndim - 1) + (0, full - len(images)))
+        logits: Tensor = self(padded)
+        return logits[: len(images)].float()
 
     def _window_correction(self, batch_idx: int) -> float:
         """Lightning divides each micro-batch by the accumulation; the last window of an epoch may be shorter."""

@@ -126,6 +126,8 @@ def _evaluate(command: str, argv: Sequence[str]) -> int:
         folder = cli.run_folder
         checkpoint = folder.checkpoint_to_score(cli.config.ckpt_path)
         metrics = _score(cli, command, checkpoint)
+        if not cli.trainer.is_global_zero:
+            return 0
         if folder.path is not None and folder.previous is not None:
             # Beside the run's own metrics, not over them: tables show the checkpoint that the run declared.
             section = {"checkpoint": str(checkpoint), "metrics": metrics}
