@@ -9,7 +9,7 @@ import pytest
 from lapbench.datamodules import shards
 from lapbench.datamodules.convert import main
 from lapbench.datamodules.convert.formats import IMAGE_EXTENSIONS
-from lapbench.datamodules.convert.index import EXECUTABLE
+from lapbench.datamodules.convert.scan import EXECUTABLE
 from lapbench.datamodules.manifest import Manifest
 from lapbench.errors import UserError
 
