@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from lapbench.datamodules.manifest import Manifest, Shard, is_plain_name
-from lapbench.results.files import write_atomically
 from lapbench.errors import UserError
+from lapbench.results.files import write_atomically
 
 TRAIN = (Shard("train-000000.tar", 512, 10240, "a" * 64), Shard("train-000001.tar", 88, 2048, "b" * 64))
 MANIFEST = Manifest(

@@ -19,9 +19,10 @@ from PIL import Image
 
 from lapbench.datamodules import shards as shards_module
 from lapbench.datamodules.loader import ResumableLoader
+from lapbench.datamodules.orders import StreamOrder, shuffled
 from lapbench.datamodules.plan import Plan, Read, mixed
 from lapbench.datamodules.shards import ShardFile, ShardReader, check_url
-from lapbench.datamodules.streaming import ShardStream, random_state_kept, seed_sample, shuffled
+from lapbench.datamodules.streaming import ShardStream, random_state_kept, seed_sample
 from lapbench.errors import UserError
 
 pytestmark = [
@@ -79,7 +80,7 @@ def draws(_image):
 def make_stream(files, batch_size, training, transform=first_pixel, buffer=16, **plan):
     reader = ShardReader(files, 10)
     settings = Plan(reader.counts(), batch_size, training, **plan)
-    return ShardStream(settings, reader, transform, channels=1, shuffle_buffer=buffer, with_keys=True)
+    return ShardStream(StreamOrder(settings, reader, buffer), transform, channels=1, with_keys=True)
 
 
 def numbers(batches):
@@ -88,7 +89,7 @@ def numbers(batches):
 
 def in_turn(stream, workers, epoch=0, start=0):
     """What a loader with ``workers`` workers yields, without the processes."""
-    parts = [list(stream.batches(epoch, start, worker, workers)) for worker in range(workers)]
+    parts = [[item.batch for item in stream.batches(epoch, start, worker, workers)] for worker in range(workers)]
     return [batch for turn in zip_longest(*parts) for batch in turn if batch is not None]
 
 
@@ -301,7 +302,9 @@ def test_a_limited_epoch_counts_as_an_epoch(tmp_path):
 def test_a_changed_layout_is_refused_by_name(tmp_path):
     files = write_shards(tmp_path, (11, 10))
     record(tmp_path, files, killed=3)
-    with pytest.raises(UserError, match=r"batch_size was 2 and is 4, shuffle_buffer was 16 and is 8$"):
+    with pytest.raises(
+        UserError, match=r": batch_size was 2 and is 4, shuffle_buffer was 16 and is 8, batches was 10 and is 5$"
+    ):
         record(tmp_path, files, resume=True, layout={"batch_size": 4, "buffer": 8})
     with pytest.raises(UserError, match="num_workers was 1 and is 2"):
         record(tmp_path, files, workers=2, resume=True)
@@ -509,12 +512,12 @@ def test_in_use_selects_samples_by_number(tmp_path):
     assert reader.counts() == (2, 0, 3)
     assert [sample.number for sample in reader.read([Read(2, 1, 3), Read(0, 0, 1)])] == [8, 11, 0]
     plan = Plan(reader.counts(), 2, False)
-    stream = ShardStream(plan, reader, first_pixel, channels=1, with_keys=True)
+    stream = ShardStream(StreamOrder(plan, reader), first_pixel, channels=1, with_keys=True)
     assert numbers(ResumableLoader(stream)) == [0, 3, 7, 8, 11]
 
 
 def test_streams_pickle_for_spawned_workers(tmp_path):
     stream = make_stream(write_shards(tmp_path, (4,)), 2, False, transform=partial(first_pixel))
-    again = pickle.loads(pickle.dumps((stream.plan, stream.reader)))
+    again = pickle.loads(pickle.dumps((stream.plan, stream.order.reader)))
     assert again[0] == stream.plan
     assert [sample.key for sample in again[1].read([Read(0, 0, 4)])] == ["000000", "000001", "000002", "000003"]
