@@ -21,7 +21,8 @@ class Record:
     Metrics are named ``split/name`` ("test/top1"); accuracies are fractions in [0, 1]. ``schedule`` is
     ``HeadSchedule.name`` ("0L" has attention heads only). ``throughput`` is in samples/s, ``wall_time`` in seconds,
     ``started`` and ``finished`` are ISO 8601. ``error`` is one line. ``checkpoint`` says which one the test metrics
-    are from ("last", "best val/top1", ...). ``progress`` holds epoch, max_epochs, step and max_steps.
+    are from ("last", "best val/top1", ...). ``progress`` holds epoch, max_epochs, step and max_steps. ``notes`` are
+    facts on how the run went that a reader of its metrics should know, such as damaged images.
     """
 
     task: str
@@ -43,6 +44,7 @@ class Record:
     hardware: dict[str, Any] = field(default_factory=dict)
     evaluations: dict[str, Any] = field(default_factory=dict)
     checkpoint: str | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
     folder: Path | None = field(default=None, compare=False)
     """Where it was read from; not part of the file."""
 
@@ -93,8 +95,9 @@ _SCHEMA: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "hardware": _OBJECT,
     "evaluations": _OBJECT,
     "checkpoint": _TEXT_OR_NULL,
+    "notes": _OBJECT,
 }
-_MAY_BE_NON_FINITE = ("metrics", "throughput", "wall_time", "evaluations")
+_MAY_BE_NON_FINITE = ("metrics", "throughput", "wall_time", "evaluations", "notes")
 
 
 def _check(values: dict[str, Any], where: str) -> None:
@@ -134,6 +137,7 @@ def read_record(folder: Path | str) -> Record:
         raise UserError(f"{path}: key 'format' is missing, expected {FORMAT}")
     if (found := values.pop("format")) != FORMAT or not _is_int(found):
         raise UserError(f"{path}: unknown format {_shorten(found)}, expected {FORMAT}")
+    values.setdefault("notes", {})  # the first records had none
     for key in _MAY_BE_NON_FINITE:
         if key in values:
             values[key] = unplain(values[key])
