@@ -37,7 +37,7 @@ def random_state_kept() -> Iterator[None]:
 
 
 class Loaded(NamedTuple):
-    """A batch, and the damaged images that were to be in it: ``shard ..., sample ...: what is wrong`` each."""
+    """A batch, and the damaged images that were to be in it, ``shard ..., sample ...`` each."""
 
     batch: Any
     damaged: list[str]
@@ -108,19 +108,21 @@ class ShardStream(IterableDataset[Any]):
     def _batch(self, epoch: int, draws: Sequence[Draw]) -> Loaded:
         samples = [draw.sample for draw in draws]
         images = [self._image(epoch, draw, draw.sample) for draw in draws]
-        damaged = [image.message for image in images if isinstance(image, Failure)]
-        if damaged and not self.plan.training:
-            raise UserError(damaged[0])
-        good = [place for place, image in enumerate(images) if not isinstance(image, Failure)]
-        if not good:
-            raise UserError(f"{damaged[0]}; none of the {len(draws)} images of its batch can be decoded")
-        for place, draw in enumerate(draws):
-            if isinstance(images[place], Failure):
-                samples[place] = draws[next((other for other in good if other > place), good[0])].sample
-                images[place] = self._image(epoch, draw, samples[place])
+        damaged = {place: image.message for place, image in enumerate(images) if isinstance(image, Failure)}
+        if damaged:
+            first = next(f"{_name(draws[place].sample)}: {reason}" for place, reason in damaged.items())
+            if not self.plan.training:
+                raise UserError(first)
+            if len(damaged) == len(draws):
+                raise UserError(f"{first}; none of the {len(draws)} images of its batch can be decoded")
+        for place in damaged:
+            after = (*range(place + 1, len(draws)), *range(place))
+            samples[place] = draws[next(other for other in after if other not in damaged)].sample
+            images[place] = self._image(epoch, draws[place], samples[place])
         # default_collate stacks straight into shared memory when it runs in a worker.
         batch = default_collate(images), torch.tensor([sample.label for sample in samples])
-        return Loaded((*batch, [sample.key for sample in samples]) if self.with_keys else batch, damaged)
+        content = (*batch, [sample.key for sample in samples]) if self.with_keys else batch
+        return Loaded(content, [_name(draws[place].sample) for place in damaged])
 
     def _image(self, epoch: int, draw: Draw, sample: Sample) -> Tensor | Failure:
         """The image of ``sample``, augmented as ``draw``; or why it cannot be decoded."""
@@ -129,5 +131,9 @@ class ShardStream(IterableDataset[Any]):
         try:
             image = decode_image(sample.image, self.channels)
         except UserError as error:
-            return Failure(f"shard {sample.shard}, sample {sample.key}: {error}")
+            return Failure(str(error))
         return self.transform(image)
+
+
+def _name(sample: Sample) -> str:
+    return f"shard {sample.shard}, sample {sample.key}"

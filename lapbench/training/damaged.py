@@ -45,7 +45,8 @@ class DamagedImages(pl.Callback):
         loader = trainer.train_dataloader
         if isinstance(loader, ResumableLoader) and loader.damaged:
             if not self._count:
-                sys.stderr.write(f"damaged image, another of its batch takes its place: {loader.damaged[0]}\n")
+                first = loader.damaged[0]
+                sys.stderr.write(f"damaged image: {first} cannot be decoded; another of its batch takes its place\n")
             self._own += len(loader.damaged)
             done = trainer.fit_loop.epoch_loop.batch_progress.total.ready
             known = {*self._listed, *(name for _, name in self._found)}
