@@ -110,7 +110,8 @@ class ShardStream(IterableDataset[Any]):
         images = [self._image(epoch, draw, draw.sample) for draw in draws]
         damaged = {place: image.message for place, image in enumerate(images) if isinstance(image, Failure)}
         if damaged:
-            first = next(f"{_name(draws[place].sample)}: {reason}" for place, reason in damaged.items())
+            place = min(damaged)
+            first = f"{_name(draws[place].sample)}: {damaged[place]}"
             if not self.plan.training:
                 raise UserError(first)
             if len(damaged) == len(draws):

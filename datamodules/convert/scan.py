@@ -13,8 +13,8 @@ from lapbench.errors import UserError
 
 # Formats whose readers can run code that the file brings along.
 EXECUTABLE = {"pkl", "pickle", "pyd", "pth", "pt", "ckpt", "joblib", "dill", "py", "pyc", "so"}
-# What WebDataset passes over: its own bookkeeping, and files without an extension.
-_PASSED_OVER = re.compile(r"__[^/]*__($|/)|(.*/)?[^/.]+$")
+# What WebDataset passes over: its own bookkeeping, files without an extension, and hidden ones ("._x.jpg" of macOS).
+_PASSED_OVER = re.compile(r"__[^/]*__($|/)|(.*/)?([^/.]+|\.[^/]*)$")
 
 
 class Scan(NamedTuple):

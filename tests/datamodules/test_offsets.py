@@ -111,6 +111,22 @@ def test_shards_of_webdatasets_own_writer(tmp_path):
     assert [(s.key, s.image, s.label) for s in by_index] == [("a/n1_0", b"one", 3), (LONGER, b"two2", 5)]
 
 
+def test_what_webdataset_passes_over_has_no_row(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name in ("__meta__/x.png", "README", "._a.png", "d/._a.png", ".png", "a.png", "a.cls", "._b.cls", "b.tiff"):
+            info = tarfile.TarInfo(name)
+            info.size = 1
+            tar.addfile(info, io.BytesIO(b"7"))
+        info.name = "b.png"
+        tar.addfile(info, io.BytesIO(b"8"))
+        info.name = "b.cls"
+        tar.addfile(info, io.BytesIO(b"9"))
+    index(tmp_path, "t", {"all": "*.tar"}, tuple("0123456789"))
+    by_index, by_stream = all_samples(tmp_path, "all")
+    assert by_index == by_stream
+    assert [(s.key, s.image, s.label) for s in by_index] == [("a", b"7", 7), ("b", b"8", 9)]
+
+
 def test_rows_are_mapped_not_read(tmp_path):
     digits.convert(tmp_path)
     rows = open_offsets(tmp_path / "train.index.npy")
