@@ -112,9 +112,11 @@ class ResumableLoader:
             UserError: naming the settings that differ.
         """
         here = self.state_dict()
+        # The readers have different settings: between them the reader itself is the only difference worth a word.
+        names = dict.fromkeys((*here, *state)) if state.get("reader") == here["reader"] else ("reader",)
         changed = [
             f"{name} was {state.get(name)} and is {here.get(name)}"
-            for name in dict.fromkeys((*here, *state))
+            for name in names
             if state.get(name) != here.get(name)
         ]
         if changed:

@@ -44,8 +44,8 @@ class Share(NamedTuple):
 class Plan:
     """Splits the epochs of one data split over ranks and workers.
 
-    Training draws each sample ``repeats`` times in a row; every rank takes ``samples // (batch_size * world_size)`` full
-    batches. For streams the shards are permuted by (seed, epoch), and their sequence is rotated by a random offset.
+    Training draws each sample ``repeats`` times in a row; every rank takes ``samples // (batch_size * world_size)``
+    full batches. For streams the shards are permuted by (seed, epoch) and their sequence is rotated by a random offset.
     Evaluation keeps the order of the shards and gives each rank its share of every sample exactly once.
 
     Args:

@@ -101,7 +101,7 @@ def test_num_workers_is_no_part_of_the_layout_but_the_global_batch_is():
     loader = ResumableLoader(ShardStream(one, lambda image: image))
     loader.load_state_dict({**one.layout(3), "batches": 6})
     for change, message in (
-        ({"reader": "stream"}, "reader was stream and is index"),
+        ({"reader": "stream", "num_workers": 3, "samples": 90}, "reader was stream and is index"),
         ({"global_batch_size": 32, "batches": 3}, "global_batch_size was 32 and is 16, batches was 3 and is 6"),
         ({"num_workers": 2}, "num_workers was 2 and is None"),
     ):
