@@ -2,8 +2,9 @@
 
 import os
 import random
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -11,8 +12,11 @@ import torch.distributed as dist
 from lightning.pytorch import LightningDataModule
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
+from lapbench.datamodules.indexed import IndexReader
 from lapbench.datamodules.loader import ResumableLoader
 from lapbench.datamodules.manifest import MANIFEST, Manifest
+from lapbench.datamodules.offsets import check_offsets
+from lapbench.datamodules.orders import IndexOrder, Order, StreamOrder
 from lapbench.datamodules.plan import Plan, mixed
 from lapbench.datamodules.shards import ShardFile, ShardReader, check_url, local_path
 from lapbench.datamodules.streaming import ShardStream
@@ -23,7 +27,7 @@ LARGE = TrainTransform()
 
 
 class ImageShards(LightningDataModule):
-    """Streams one data set: ``(images [B, C, S, S] float32, labels [B] int64)``, predict batches with keys.
+    """Loads one data set: ``(images [B, C, S, S] float32, labels [B] int64)``, predict batches with keys.
 
     Every process reads its own part of each epoch; evaluation sees each sample exactly once. The constants below say
     what the data set is.
@@ -41,7 +45,10 @@ class ImageShards(LightningDataModule):
             depend on val_seed alone, so all runs and processes agree on them.
         val_seed: Seed that chooses the held-out samples.
         repeats: Times that an epoch draws each of its samples (repeated augmentation). An epoch keeps its length.
-        shuffle_buffer: Undecoded samples that each worker holds in memory to shuffle them.
+        reader: ``index`` draws each epoch's order from the whole split, the same for any number of workers, and
+            resumes at once; it needs local shards with the offsets that ``lapbench data`` writes. ``stream`` reads
+            shards from front to back, also from https.
+        shuffle_buffer: Undecoded samples that each worker of the stream holds in memory to shuffle them.
         seed: Seed of order and augmentation; the run's seed when null, 0 if the run has none.
         pin_memory: Copy batches to pinned memory when there is an accelerator.
         persistent_workers: Keep worker processes from one epoch to the next.
@@ -72,6 +79,7 @@ class ImageShards(LightningDataModule):
         val_fraction: float = 0.0,
         val_seed: int = 0,
         repeats: int = 1,
+        reader: Literal["index", "stream"] = "index",
         shuffle_buffer: int = 2048,
         seed: int | None = None,
         pin_memory: bool = True,
@@ -91,8 +99,16 @@ class ImageShards(LightningDataModule):
                 raise UserError(f"{name} must be at least {least}, got {value}")
         if not 0 <= val_fraction < 1:
             raise UserError(f"val_fraction must be at least 0 and below 1, got {val_fraction}")
+        if reader not in ("index", "stream"):
+            raise UserError(f"reader must be index or stream, got {reader!r}")
         self.data_dir = Path(data_dir)
         self.shards_url = check_url(shards_url) if shards_url is not None else None
+        if reader == "index" and shards_url is not None and local_path(shards_url) is None:
+            raise UserError(
+                f"reader index needs local shards, got {shards_url}: set reader to stream, or copy the shards to "
+                f"{data_dir} and run `lapbench data index {data_dir}`"
+            )
+        self.reader = reader
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size or batch_size
         self.num_workers = num_workers
@@ -107,14 +123,16 @@ class ImageShards(LightningDataModule):
         self._train_transform = build_train_transform(train_transform, image_size, self.mean, self.std)
         self._eval_transform = build_eval_transform(image_size, self.mean, self.std, crop_pct, interpolation)
         self._manifest: Manifest | None = None
-        self._layout: dict[str, int] = {}
-        self._restored: dict[str, int] = {}
+        self._offsets: dict[str, Path] = {}
+        self._layout: dict[str, int | str] = {}
+        self._restored: dict[str, int | str] = {}
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the manifest and see that it describes this data set and that local shards are there.
+        """Read the manifest and see that it describes this data set, and that local shards and their offsets are there.
 
         Raises:
-            UserError: no data, another number of classes, a missing or cut shard; ``validate`` without samples for it.
+            UserError: no data, another number of classes, a missing or cut shard, no offsets or stale ones;
+                ``validate`` without samples for it.
         """
         if not self._has_validation:
             if stage == "validate":
@@ -140,6 +158,8 @@ class ImageShards(LightningDataModule):
                 raise UserError(
                     f"shard {path}: expected {shard.bytes} bytes as in the manifest, got {path.stat().st_size}"
                 )
+        if self.reader == "index":
+            self._offsets = {split: check_offsets(self.data_dir, manifest, split) for split in manifest.splits}
         self._manifest = manifest
 
     def train_dataloader(self) -> ResumableLoader:
@@ -154,11 +174,11 @@ class ImageShards(LightningDataModule):
         self._layout = loader.state_dict()
         return loader
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, int | str]:
         """The layout of the training stream, for checkpoints: Lightning shows the loader's own only in mid-epoch."""
         return self._layout
 
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+    def load_state_dict(self, state_dict: dict[str, int | str]) -> None:
         """Keep a checkpoint's layout to compare it when training data are asked for: evaluation may differ freely."""
         self._restored = dict(state_dict)
 
@@ -186,28 +206,14 @@ class ImageShards(LightningDataModule):
         """A loader over a split; ``held_out`` selects one side of the validation cut, None takes the whole split."""
         if self._manifest is None:
             raise RuntimeError("call setup() before asking for a dataloader")
-        shards = [ShardFile(self._url(shard.file), shard.samples) for shard in self._manifest.split(split)]
         in_use = None
         if held_out is not None and self.val_fraction:
             chosen = held_out_samples(self._manifest.samples(split), self.val_fraction, self.val_seed)
             in_use = chosen if held_out else ~chosen
-        reader = ShardReader(shards, self.num_classes, in_use)
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if _distributed() else (0, 1)
-        plan = Plan(
-            counts=reader.counts(),
-            batch_size=self.batch_size if training else self.eval_batch_size,
-            training=training,
-            seed=self._run_seed(),
-            repeats=self.repeats if training else 1,
-            rank=rank,
-            world_size=world_size,
-        )
         stream = ShardStream(
-            plan,
-            reader,
+            self._order(split, training, in_use),
             self._train_transform if training else self._eval_transform,
             channels=self.channels,
-            shuffle_buffer=self.shuffle_buffer if training else 0,
             with_keys=with_keys,
         )
         return ResumableLoader(
@@ -217,6 +223,26 @@ class ImageShards(LightningDataModule):
             pin_memory=self.pin_memory,
             persistent_workers=self.persistent_workers,
         )
+
+    def _order(self, split: str, training: bool, in_use: npt.NDArray[np.bool_] | None) -> Order:
+        """Which samples make up the batches of this process."""
+        assert self._manifest is not None
+        shards = [ShardFile(self._url(shard.file), shard.samples) for shard in self._manifest.split(split)]
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if _distributed() else (0, 1)
+        plan = partial(
+            Plan,
+            batch_size=self.batch_size if training else self.eval_batch_size,
+            training=training,
+            seed=self._run_seed(),
+            repeats=self.repeats if training else 1,
+            rank=rank,
+            world_size=world_size,
+        )
+        if self.reader == "index":
+            reader = IndexReader(shards, self._offsets[split], self.num_classes, in_use)
+            return IndexOrder(plan(reader.counts()), reader)
+        stream = ShardReader(shards, self.num_classes, in_use)
+        return StreamOrder(plan(stream.counts()), stream, self.shuffle_buffer)
 
     def _url(self, file: str) -> str:
         return str(self.data_dir / file) if self.shards_url is None else f"{self.shards_url.rstrip('/')}/{file}"

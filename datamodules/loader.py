@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
-from lapbench.datamodules.streaming import Failure, ShardStream
+from lapbench.datamodules.streaming import Failure, Loaded, ShardStream
 from lapbench.errors import UserError
 
 
@@ -26,6 +26,9 @@ class ResumableLoader:
         num_workers: Worker processes; 0 loads in the main process.
         pin_memory: Copy batches to pinned memory, where there is an accelerator.
         persistent_workers: Keep the workers from one epoch to the next.
+
+    Attributes:
+        damaged: The damaged images in the batches handed out so far, in order; whoever reports them may empty it.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class ResumableLoader:
         self.stream = stream
         self.num_workers = num_workers
         self._trainer = trainer
+        self.damaged: list[str] = []
         self._epoch = 0
         self._loader: DataLoader[Any] = DataLoader(
             stream,
@@ -61,10 +65,12 @@ class ResumableLoader:
         """
         # As a generator this starts nothing before the first batch: Lightning calls iter() also to see if it works.
         self.stream.set_position(*self._position())
-        for batch in self._loader:
-            if isinstance(batch, Failure):
-                raise UserError(batch.message)
-            yield batch
+        item: Loaded | Failure
+        for item in self._loader:
+            if isinstance(item, Failure):
+                raise UserError(item.message)
+            self.damaged += item.damaged
+            yield item.batch
 
     @property
     def _iterator(self) -> Any:
@@ -82,29 +88,35 @@ class ResumableLoader:
         if self._trainer is None:
             self._epoch += 1
             return self._epoch - 1, 0
-        limit = self._trainer.limit_train_batches
-        length = len(self)
-        if isinstance(limit, int):
-            length = min(length, limit)
-        elif limit is not None:
-            length = int(length * limit)
         done: int = self._trainer.fit_loop.epoch_loop.batch_progress.total.processed  # type: ignore[attr-defined]
-        return divmod(done, max(1, length))
+        return divmod(done, max(1, self._epoch_batches()))
 
-    def state_dict(self) -> dict[str, int]:
-        """The layout that a position depends on; Lightning puts it into checkpoints."""
-        return {**self.stream.layout(), "num_workers": max(1, self.num_workers)}
+    def _epoch_batches(self) -> int:
+        """Batches of an epoch that the trainer takes."""
+        limit = self._trainer.limit_train_batches if self._trainer is not None else None
+        if isinstance(limit, int):
+            return min(len(self), limit)
+        return len(self) if limit is None else int(len(self) * limit)
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def state_dict(self) -> dict[str, int | str]:
+        """The layout that a position depends on; Lightning puts it into checkpoints.
+
+        ``batches``, the steps of an epoch, turns a count of steps into epoch and batch.
+        """
+        return {**self.stream.order.layout(max(1, self.num_workers)), "batches": self._epoch_batches()}
+
+    def load_state_dict(self, state: dict[str, int | str]) -> None:
         """Refuse a checkpoint whose position means other samples here.
 
         Raises:
             UserError: naming the settings that differ.
         """
         here = self.state_dict()
+        # The readers have different settings: between them the reader itself is the only difference worth a word.
+        names = dict.fromkeys((*here, *state)) if state.get("reader") == here["reader"] else ("reader",)
         changed = [
             f"{name} was {state.get(name)} and is {here.get(name)}"
-            for name in dict.fromkeys((*here, *state))
+            for name in names
             if state.get(name) != here.get(name)
         ]
         if changed:

@@ -5,18 +5,18 @@ WebDataset convention; one sample is ``<key>.<image extension>`` and ``<key>.cls
 """
 
 import json
-import os
 import re
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lapbench.errors import UserError
+from lapbench.results.files import write_atomically
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+MODE = 0o644  # of the data's files, whoever wrote them: a data set is shared
 
 # A shard's name is opened as a file of the folder, so it may hold nothing that leaves it: no separator, no drive or
 # `pipe:` scheme (colon), no leading dot (hidden and temporary files, `..`).
@@ -35,17 +35,27 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class Offsets:
+    """The file that says where a split's images are (see `offsets`): its plain name and its SHA-256 (hex)."""
+
+    file: str
+    sha256: str
+
+
+@dataclass(frozen=True)
 class Manifest:
     """The contents of one data set folder.
 
     ``classes[i]`` is the name of class index ``i``; ``splits`` maps a split's name to its shards in reading order;
-    ``source`` says freely where the data came from (origin, checksum, settings).
+    ``source`` says freely where the data came from (origin, checksum, settings). ``offsets`` has an entry for every
+    split, or none at all: then the shards can be streamed but not read at random.
     """
 
     dataset: str
     classes: tuple[str, ...]
     splits: dict[str, tuple[Shard, ...]]
     source: dict[str, Any] = field(default_factory=dict)
+    offsets: dict[str, Offsets] = field(default_factory=dict)
 
     @property
     def num_classes(self) -> int:
@@ -78,7 +88,8 @@ class Manifest:
         if not path.is_file():
             raise UserError(
                 f"no {MANIFEST} in {folder}: convert into it with `lapbench data DATASET --out {folder}`, "
-                f"or describe shards made elsewhere with `lapbench data index {folder}`"
+                f"or describe shards made elsewhere with "
+                f"`lapbench data index {folder} --dataset NAME --split NAME=GLOB`"
             )
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -94,38 +105,25 @@ class Manifest:
         Raises:
             UserError: the manifest would not load again, or the folder cannot be written.
         """
-        path = Path(folder) / MANIFEST
-        _checked(self.to_json(), path)
-        write_atomically(path, json.dumps(self.to_json(), indent=1).encode() + b"\n")
+        self.check(folder)
+        write_atomically(Path(folder) / MANIFEST, json.dumps(self.to_json(), indent=1) + "\n", MODE)
+
+    def check(self, folder: Path) -> None:
+        """UserError if the manifest would not load again from ``folder``."""
+        _checked(self.to_json(), Path(folder) / MANIFEST)
 
     def to_json(self) -> dict[str, Any]:
         """The manifest as JSON-ready values, keys in the order of the file."""
-        return {
+        content = {
             "format": FORMAT,
             "dataset": self.dataset,
             "classes": list(self.classes),
             "source": self.source,
             "splits": {name: [asdict(shard) for shard in shards] for name, shards in self.splits.items()},
         }
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write ``content`` to ``path`` through a temporary file beside it; UserError naming path and reason."""
-    temporary = None
-    try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fchmod(handle, 0o644)  # mkstemp makes private files; a data set is shared
-            os.fsync(handle)
-        os.replace(temporary, path)
-        temporary = None
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
-    finally:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
+        if self.offsets:
+            content["offsets"] = {name: asdict(offsets) for name, offsets in self.offsets.items()}
+        return content
 
 
 def is_plain_name(name: str) -> bool:
@@ -143,7 +141,7 @@ def _checked(content: Any, path: Path) -> Manifest:
     need(isinstance(content, dict), "the manifest", "an object", content)
     need(content.get("format") == FORMAT, "'format'", f"{FORMAT}", content.get("format"))
     dataset, classes, splits = content.get("dataset"), content.get("classes"), content.get("splits")
-    source = content.get("source", {})
+    source, offsets = content.get("source", {}), content.get("offsets", {})
     need(isinstance(dataset, str) and dataset, "'dataset'", "a name", dataset)
     need(isinstance(classes, list) and classes, "'classes'", "a list of at least one name", classes)
     for name in classes:
@@ -154,6 +152,7 @@ def _checked(content: Any, path: Path) -> Manifest:
     seen: set[str] = set()
     checked = {}
     for name, shards in splits.items():
+        need(is_plain_name(name), "a split's name", "letters, digits and _ . + = @ -", name)
         need(isinstance(shards, list) and shards, f"split {name!r}", "a list of at least one shard", shards)
         checked[name] = tuple(
             _checked_shard(shard, f"{path}: split {name!r}, shard {i}") for i, shard in enumerate(shards)
@@ -161,7 +160,13 @@ def _checked(content: Any, path: Path) -> Manifest:
         for shard in checked[name]:
             need(shard.file not in seen, f"split {name!r}", "shards that are listed once", shard.file)
             seen.add(shard.file)
-    return Manifest(dataset, tuple(classes), checked, source)
+    need(isinstance(offsets, dict), "'offsets'", "an object", offsets)
+    need(not offsets or offsets.keys() == splits.keys(), "'offsets'", "of the same splits as 'splits'", [*offsets])
+    checked_offsets = _checked_offsets(offsets, path)
+    for name, entry in checked_offsets.items():
+        need(entry.file not in seen, f"offsets of split {name!r}", "a file of its own", entry.file)
+        seen.add(entry.file)
+    return Manifest(dataset, tuple(classes), checked, source, checked_offsets)
 
 
 def _checked_shard(content: Any, where: str) -> Shard:
@@ -177,6 +182,21 @@ def _checked_shard(content: Any, where: str) -> Shard:
     if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
         raise UserError(f"{where} ({file}): 'sha256' must be 64 hexadecimal digits, got {_short(sha256)}")
     return Shard(file, samples, size, sha256)
+
+
+def _checked_offsets(content: Mapping[str, Any], path: Path) -> dict[str, Offsets]:
+    checked = {}
+    for split, entry in content.items():
+        where = f"{path}: offsets of split {split!r}"
+        if not isinstance(entry, Mapping):
+            raise UserError(f"{where} must be an object, got {_short(entry)}")
+        file, sha256 = entry.get("file"), entry.get("sha256")
+        if not isinstance(file, str) or not is_plain_name(file):
+            raise UserError(f"{where}: 'file' must be a plain file name inside the folder, got {_short(file)}")
+        if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
+            raise UserError(f"{where}: 'sha256' must be 64 hexadecimal digits, got {_short(sha256)}")
+        checked[split] = Offsets(file, sha256)
+    return checked
 
 
 def _short(value: Any) -> str:

@@ -1,9 +1,9 @@
 """Which process and worker produces which samples of an epoch: pure arithmetic on the manifest's counts.
 
-An epoch is a sequence of draws, numbered from 0; a rank owns a contiguous range of it, and each of its workers a
-contiguous part of that range holding whole batches. So every rank takes the same number of steps, an epoch's length
-does not depend on the number of workers, no sample is drawn twice, and the position after any number of batches is
-known without reading anything.
+An epoch is a sequence of draws, numbered from 0. Every rank takes the same number of steps, an epoch's length does not
+depend on the number of workers, no sample is drawn twice, and the position after any number of batches is known without
+reading anything. For shards that are streamed, a rank owns a contiguous range of the draws, and each of its workers a
+contiguous part of that range holding whole batches (`Plan.share`, `Plan.sequence`).
 
 The plan knows nothing of tar files: a reader turns its ``Read`` ranges into samples.
 """
@@ -44,9 +44,9 @@ class Share(NamedTuple):
 class Plan:
     """Splits the epochs of one data split over ranks and workers.
 
-    Training permutes the shards by (seed, epoch), rotates their sequence by a random offset and draws each sample
-    ``repeats`` times in a row; every rank takes ``samples // (batch_size * world_size)`` full batches. Evaluation
-    keeps the order of the shards and gives each rank its share of every sample exactly once.
+    Training draws each sample ``repeats`` times in a row; every rank takes ``samples // (batch_size * world_size)``
+    full batches. For streams the shards are permuted by (seed, epoch) and their sequence is rotated by a random offset.
+    Evaluation keeps the order of the shards and gives each rank its share of every sample exactly once.
 
     Args:
         counts: Samples in use in each shard.
@@ -99,22 +99,22 @@ class Plan:
         """Batches of one epoch on this rank; the same on every rank (except evaluation at batch size 1)."""
         if self.training:
             return self.samples // (self.batch_size * self.world_size)
-        return len(self._sizes)
+        return len(self.sizes)
 
     @cached_property
-    def _span(self) -> tuple[int, int]:
-        """The draws of this rank: first and last (exclusive)."""
+    def span(self) -> tuple[int, int]:
+        """The contiguous draws of this rank: first and last (exclusive)."""
         if self.training:
             each = self.batches * self.batch_size
             return self.rank * each, (self.rank + 1) * each
         return self.rank * self.samples // self.world_size, (self.rank + 1) * self.samples // self.world_size
 
     @cached_property
-    def _sizes(self) -> list[int]:
+    def sizes(self) -> list[int]:
         """The size of each batch of this rank, in the order that the loader hands them out."""
         if self.training:
             return [self.batch_size] * self.batches
-        first, last = self._span
+        first, last = self.span
         full, rest = divmod(last - first, self.batch_size)
         sizes = [self.batch_size] * full + [rest] * (rest > 0)
         largest = -(-self.samples // self.world_size)
@@ -130,11 +130,11 @@ class Plan:
         the part that hands out batch ``start``.
         """
         slot = (worker + start) % workers
-        owned = [sum(self._sizes[s::workers]) for s in range(slot)]
+        owned = [sum(self.sizes[s::workers]) for s in range(slot)]
         return Share(
             slot=slot,
-            first=self._span[0] + sum(owned),
-            sizes=tuple(self._sizes[slot::workers]),
+            first=self.span[0] + sum(owned),
+            sizes=tuple(self.sizes[slot::workers]),
             skip=len(range(slot, start, workers)),
         )
 

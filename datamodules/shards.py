@@ -15,22 +15,22 @@ import numpy.typing as npt
 from webdataset.gopen import gopen_curl
 from webdataset.tariterators import group_by_keys
 
+from lapbench.datamodules.offsets import MAX_MEMBER_BYTES
+from lapbench.datamodules.orders import Sample
 from lapbench.datamodules.plan import Read
-from lapbench.datamodules.streaming import Sample
 from lapbench.errors import UserError
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
 # Formats that execute code when their usual reader opens them. Nothing here would read them; a shard that brings one
 # is not a shard of images.
 CODE_SUFFIXES = ("pkl", "pickle", "pyd", "pth", "pt", "ckpt", "joblib", "dill", "py", "pyc", "so")
-# A member's size is read into memory at once: a header that claims more is damage or an attack.
-MAX_MEMBER_BYTES = 1 << 28
+# A name that is absolute on any system, or leads out of its folder.
+OUTSIDE = re.compile(r"^/|\\|^[A-Za-z]:|(^|/)\.\.(/|$)")
+BLOCK = 512
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
-_OUTSIDE = re.compile(r"^/|\\|^[A-Za-z]:|(^|/)\.\.(/|$)")  # absolute on any system, or leading out of its folder
 _READ_SUFFIXES = frozenset((*IMAGE_SUFFIXES, "cls"))
 _META = re.compile(r"__[^/]*__($|/)")  # WebDataset's own bookkeeping members
-_BLOCK = 512
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def _wanted(url: str, members: Iterator[_Member]) -> Iterator[dict[str, Any]]:
     """Refuse what has no place in a shard; read images and labels; leave other files unread."""
     for member in members:
         name = member.name
-        if _OUTSIDE.search(name):
+        if OUTSIDE.search(name):
             raise UserError(f"shard {url}, member {name!r}: absolute names and names with .. are refused")
         if member.kind == "folder":
             continue
@@ -198,18 +198,17 @@ def _members(stream: IO[bytes], seekable: bool) -> Iterator[_Member]:
     """
     while seekable:
         start = stream.tell()
-        header = stream.read(_BLOCK)
+        header = stream.read(BLOCK)
         if not header.strip(b"\0"):
             return
-        if start > 0 and len(header) < _BLOCK:
+        if start > 0 and len(header) < BLOCK:
             raise tarfile.ReadError("it ends inside a header")
-        size = _plain_size(header)
+        size = plain_size(header)
         if size is None:
             stream.seek(start)
             break
-        name = header[:100].partition(b"\0")[0].decode("utf-8", "surrogateescape")
-        yield _Member(name, "file", size, stream)
-        stream.seek(start + _BLOCK + -(-size // _BLOCK) * _BLOCK)
+        yield _Member(plain_name(header), "file", size, stream)
+        stream.seek(start + BLOCK + -(-size // BLOCK) * BLOCK)
     with tarfile.open(fileobj=stream, mode="r:*" if seekable else "r|*") as tar:
         for info in tar:
             tar.members = []  # type: ignore[attr-defined]  # tarfile keeps every header it has seen
@@ -219,9 +218,9 @@ def _members(stream: IO[bytes], seekable: bool) -> Iterator[_Member]:
             yield _Member(info.name, kind, info.size, content)
 
 
-def _plain_size(header: bytes) -> int | None:
+def plain_size(header: bytes) -> int | None:
     """The size in a header of a regular file that needs no extension; None for every other header."""
-    if len(header) < _BLOCK or header[156:157] not in (b"0", b"\0") or header[345:346] != b"\0":
+    if len(header) < BLOCK or header[156:157] not in (b"0", b"\0") or header[345:346] != b"\0":
         return None
     try:
         size, checksum = int(header[124:136].strip(b" \0"), 8), int(header[148:156].strip(b" \0"), 8)
@@ -229,3 +228,8 @@ def _plain_size(header: bytes) -> int | None:
         return None
     # The checksum counts its own field as eight blanks.
     return size if sum(header) - sum(header[148:156]) + 8 * 32 == checksum else None
+
+
+def plain_name(header: bytes) -> str:
+    """The name in a header of which `plain_size` knows the size."""
+    return header[:100].partition(b"\0")[0].decode("utf-8", "surrogateescape")

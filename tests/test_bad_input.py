@@ -263,9 +263,18 @@ CASES: dict[str, tuple[Callable[[Place], Arguments], tuple[str, ...]]] = {
         ("manifest.json", "Digits has 10 classes", "lists 9"),
     ),
     "a label out of range": (
-        lambda p: p.copied(label_99),
+        lambda p: (*p.copied(label_99), "--data.reader", "stream"),
         ("train-000000.tar, sample 0000", "expected a label in 0..9, got b'99'"),
     ),
+    "data without an index": (
+        lambda p: p.copied(lambda d: manifest(d, lambda m: m.pop("offsets"))),
+        ("data has no index of its samples", "`lapbench data index", "`reader` to stream"),
+    ),
+    "an index of other data": (
+        lambda p: p.copied(lambda d: (d / "test.index.npy").replace(d / "train.index.npy")),
+        ("train.index.npy is stale or damaged", "`lapbench data index"),
+    ),
+    "a reader that there is not": (lambda p: p.fit("--data.reader", "random"), ("reader", "random", "index")),
     "a manifest that is no JSON": (
         lambda p: p.copied(lambda d: manifest(d, dict.clear) or (d / "manifest.json").write_text("{")),
         ("manifest.json", "JSON"),

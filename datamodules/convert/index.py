@@ -1,28 +1,22 @@
-"""Describe WebDataset shards that others made (for example the ``timm/imagenet-1k-wds`` files) by a manifest.json
-beside them, so that they can be used as they are. Every shard is read once: samples are counted and checked (one image
-and a ``.cls`` holding the class index in ASCII), and the checksum is taken. Nothing but manifest.json is written.
+"""Index the samples of shards, so that they can be read at random. In a folder that has a manifest.json the offsets of
+its shards are written beside them (older folders have none). Shards that others made (for example the
+``timm/imagenet-1k-wds`` files) get a manifest.json as well: tell their --dataset and --split patterns. Every shard is
+read once: samples are counted and checked (one image and a ``.cls`` holding the class index in ASCII), and the checksum
+of an unknown shard is taken. Nothing but manifest.json and the SPLIT.index.npy files is written.
 """
 
 import argparse
-import posixpath
-import re
-import tarfile
-from collections.abc import Iterator
-from pathlib import Path, PureWindowsPath
-from typing import BinaryIO
+from pathlib import Path
 
 from lapbench.datamodules.convert.command import Command, positive
-from lapbench.datamodules.convert.formats import IMAGE_EXTENSIONS, shorten
 from lapbench.datamodules.convert.journal import JOURNAL
 from lapbench.datamodules.convert.progress import Bar
+from lapbench.datamodules.convert.scan import Scan, scan
 from lapbench.datamodules.convert.writer import file_sha256
 from lapbench.datamodules.manifest import MANIFEST, Manifest, Shard, is_plain_name
+from lapbench.datamodules.offsets import save_indexed
 from lapbench.errors import UserError
 
-# Formats whose readers can run code that the file brings along.
-EXECUTABLE = {"pkl", "pickle", "pyd", "pth", "pt", "ckpt", "joblib", "dill", "py", "pyc", "so"}
-# What WebDataset passes over: its own bookkeeping, and files without an extension.
-_PASSED_OVER = re.compile(r"__[^/]*__($|/)|(.*/)?[^/.]+$")
 METHOD = "index"
 
 
@@ -33,7 +27,7 @@ def index(
     classes: tuple[str, ...] | None = None,
     progress: bool = False,
 ) -> Manifest:
-    """Check the shards in ``folder`` and write its manifest.
+    """Check the shards in ``folder`` and write its manifest and offsets.
 
     Args:
         folder: where the shards are.
@@ -46,133 +40,69 @@ def index(
         UserError: no such shards, a shard that is empty, truncated or unsafe, a sample without image or label, or a
             folder that a conversion wrote.
     """
+    _check_folder(folder)
+    if (folder / MANIFEST).is_file() and Manifest.load(folder).source.get("method") != METHOD:
+        raise UserError(
+            f"{folder} holds a converted data set, which has its manifest already: without --split it gets its offsets"
+        )
+    files = {split: _matches(folder, split, pattern) for split, pattern in patterns.items()}
+    splits: dict[str, tuple[Shard, ...]] = {}
+    rows, largest = {}, 0
+    with Bar(f"{dataset} shards", sum(map(len, files.values())), progress, unit="shards") as bar:
+        for split, paths in files.items():
+            scans = []
+            for path in paths:
+                found = scan(path, None if classes is None else len(classes))
+                scans.append((found, Shard(path.name, found.samples, path.stat().st_size, file_sha256(path))))
+                bar.advance(1)
+            splits[split] = tuple(shard for _, shard in scans)
+            rows[split] = b"".join(found.rows for found, _ in scans)
+            largest = max(largest, *(found.largest for found, _ in scans))
+    names = classes if classes is not None else tuple(map(str, range(largest + 1)))
+    manifest = Manifest(dataset, names, splits, {"method": METHOD, "patterns": patterns})
+    return save_indexed(folder, manifest, rows)
+
+
+def index_again(folder: Path, progress: bool = False) -> Manifest:
+    """Write the offsets of the shards that the manifest in ``folder`` lists; the manifest names them, else it stays.
+
+    Raises:
+        UserError: no manifest, or a shard that is not as the manifest says, or is unsafe.
+    """
+    _check_folder(folder)
+    if not (folder / MANIFEST).is_file():
+        raise UserError(
+            f"no {MANIFEST} in {folder}: tell what the shards are with --dataset NAME and --split NAME=GLOB"
+        )
+    manifest = Manifest.load(folder)
+    rows = {}
+    with Bar(f"{manifest.dataset} shards", sum(map(len, manifest.splits.values())), progress, unit="shards") as bar:
+        for split, shards in manifest.splits.items():
+            parts = []
+            for shard in shards:
+                parts.append(_as_listed(folder / shard.file, shard, manifest.num_classes).rows)
+                bar.advance(1)
+            rows[split] = b"".join(parts)
+    return save_indexed(folder, manifest, rows)
+
+
+def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise UserError(f"no folder {folder}")
     if (folder / JOURNAL).exists():
         raise UserError(f"{folder} holds an unfinished conversion: finish it, and it has its manifest")
-    if (folder / MANIFEST).is_file() and Manifest.load(folder).source.get("method") != METHOD:
-        raise UserError(f"{folder} holds a converted data set, which has its manifest already")
-    files = {split: _matches(folder, split, pattern) for split, pattern in patterns.items()}
-    splits, largest = {}, 0
-    with Bar(f"{dataset} shards", sum(map(len, files.values())), progress, unit="shards") as bar:
-        for split, paths in files.items():
-            shards = []
-            for path in paths:
-                samples, highest = scan(path, None if classes is None else len(classes))
-                largest = max(largest, highest)
-                shards.append(Shard(path.name, samples, path.stat().st_size, file_sha256(path)))
-                bar.advance(1)
-            splits[split] = tuple(shards)
-    names = classes if classes is not None else tuple(map(str, range(largest + 1)))
-    source = {"method": METHOD, "patterns": patterns}
-    manifest = Manifest(dataset, names, splits, source)
-    manifest.save(folder)
-    return manifest
 
 
-def scan(path: Path, num_classes: int | None) -> tuple[int, int]:
-    """Check one shard; returns its number of samples and its largest label.
-
-    Raises:
-        UserError: naming the shard and, where there is one, the member.
-    """
-    samples, largest = 0, 0
-    sample: dict[str, int] = {}  # extension to label (.cls) or size (others)
-    key = None
-    try:
-        with path.open("rb") as stream:
-            for tar, member in _members(stream, path):
-                member_key, extension = _parts(member.name)
-                if member_key != key:
-                    if key is not None:
-                        _check_sample(sample, f"{path}: sample {key}")
-                    key, sample, samples = member_key, {}, samples + 1
-                if extension in sample:
-                    raise UserError(f"{path}: member {member.name} is there twice")
-                sample[extension] = member.size
-                if extension == "cls":
-                    largest = max(largest, _label(tar, member, path, num_classes))
-            if key is None:
-                raise UserError(f"{path} is an empty shard: it has no samples")
-            _check_sample(sample, f"{path}: sample {key}")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    return samples, largest
-
-
-def _members(stream: BinaryIO, path: Path) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
-    """The plain files of a tar; refuses anything else but folders, and an archive that does not end as it should."""
-    name = "its beginning"
-    try:
-        with tarfile.open(fileobj=stream, mode="r:") as tar:
-            while (member := tar.next()) is not None:
-                name = f"member {member.name}"
-                if not member.isdir():
-                    _check_member(member, path)
-                    if not _PASSED_OVER.match(member.name):
-                        yield tar, member
-                tar.members = []  # type: ignore[attr-defined]  # only for random access; there may be a million
-            end = tar.offset
-    except tarfile.TarError as error:
-        raise UserError(f"{path} is truncated or no tar file (after {name}): {error}") from error
-    # tarfile takes a missing end and a damaged header for the end: an archive ends with zeros, and nothing else.
-    stream.seek(end)
-    tail = stream.read(tarfile.BLOCKSIZE)
-    if len(tail) < tarfile.BLOCKSIZE or any(tail):
-        raise UserError(f"{path} is truncated or damaged after {name}")
-    while tail := stream.read(1 << 20):
-        if tail.strip(b"\0"):
-            raise UserError(f"{path} has data after its end (after {name}): joined tar files are not read")
-
-
-def _check_member(member: tarfile.TarInfo, path: Path) -> None:
-    where = f"{path}: member {shorten(member.name)}"
-    if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
-        raise UserError(f"{where} is a link or special file: refused")
-    if (
-        member.name.startswith("/")
-        or PureWindowsPath(member.name).drive
-        or ".." in member.name.split("/")
-        or "\\" in member.name
-        or "\0" in member.name
-    ):
-        raise UserError(f"{where} has a name that leads out of a folder: refused")
-    if EXECUTABLE & set(posixpath.basename(member.name).lower().split(".")[1:]):
-        raise UserError(f"{where} is of a format that can run code when read: refused")
-
-
-def _parts(name: str) -> tuple[str, str]:
-    """Key and extension as WebDataset has them: the extension is everything after the first dot of the last part."""
-    folder, base = posixpath.split(name)
-    stem, _, extension = base.partition(".")
-    return posixpath.join(folder, stem), extension.lower()
-
-
-def _check_sample(sample: dict[str, int], where: str) -> None:
-    images = [extension for extension in sample if extension in IMAGE_EXTENSIONS]
-    if len(images) != 1:
-        found = ", ".join(f".{extension}" for extension in sample)
-        raise UserError(f"{where} must have one image ({', '.join(IMAGE_EXTENSIONS)}), it has {found}")
-    if not sample[images[0]]:
-        raise UserError(f"{where} has an empty image")
-    if "cls" not in sample:
-        raise UserError(f"{where} has no .cls")
-
-
-def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path, num_classes: int | None) -> int:
-    try:
-        stream = tar.extractfile(member)
-        text = stream.read(32).strip() if stream else b""
-    except tarfile.TarError as error:
-        raise UserError(f"{path} is truncated (in member {member.name}): {error}") from error
-    expected = "a class index in ASCII digits" if num_classes is None else f"0..{num_classes - 1} in ASCII digits"
-    if (
-        member.size > 32
-        or not re.fullmatch(rb"[0-9]{1,9}", text)
-        or (num_classes is not None and int(text) >= num_classes)
-    ):
-        raise UserError(f"{path}: member {member.name} must hold {expected}, got {shorten(text)}")
-    return int(text)
+def _as_listed(path: Path, shard: Shard, num_classes: int) -> Scan:
+    """What a shard holds, which must be what the manifest says of it."""
+    if not path.is_file():
+        raise UserError(f"{path} is missing: the manifest lists it, and offsets are made where the shards are")
+    if path.stat().st_size != shard.bytes:
+        raise UserError(f"{path}: expected {shard.bytes} bytes as in the manifest, got {path.stat().st_size}")
+    found = scan(path, num_classes)
+    if found.samples != shard.samples:
+        raise UserError(f"{path}: expected {shard.samples} samples as in the manifest, got {found.samples}")
+    return found
 
 
 def _matches(folder: Path, split: str, pattern: str) -> list[Path]:
@@ -189,13 +119,13 @@ def _matches(folder: Path, split: str, pattern: str) -> list[Path]:
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "out", type=Path, metavar="DIR", help="the folder that holds the shards; the manifest goes there"
+        "out", type=Path, metavar="DIR", help="the folder that holds the shards; manifest and offsets go there"
     )
-    parser.add_argument("--dataset", required=True, metavar="NAME", help="the data set's name, for example imagenet")
+    parser.add_argument("--dataset", metavar="NAME", help="the data set's name, for example imagenet")
     parser.add_argument(
         "--split",
         action="append",
-        required=True,
+        default=[],
         metavar="NAME=GLOB",
         help="a split and the shards in it, for example val='imagenet1k-validation-*.tar'; once for each split "
         "(ImageNet's are train and val)",
@@ -213,6 +143,12 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> tuple[Manifest, bool]:
+    if not arguments.split:
+        if arguments.dataset or arguments.num_classes or arguments.classes:
+            raise UserError("--dataset, --num-classes and --classes describe the shards that --split NAME=GLOB names")
+        return index_again(arguments.out, progress=True), False
+    if not arguments.dataset:
+        raise UserError("--split needs --dataset NAME: what the shards are of")
     patterns: dict[str, str] = {}
     for text in arguments.split:
         split, sign, pattern = text.partition("=")
@@ -240,5 +176,5 @@ def _read_names(path: Path) -> tuple[str, ...]:
 
 
 COMMAND = Command(
-    "WebDataset shards made by others: check them and write their manifest", __doc__ or "", _configure, _run
+    "offsets of shards for random access, and the manifest of shards made by others", __doc__ or "", _configure, _run
 )

@@ -1,7 +1,8 @@
 """From a source of samples to a folder of shards: resumable at any moment, and equal bytes however often it was killed.
 
-A shard appears under its name when it is whole, then gets its line in the journal; the manifest is written last and
-makes the folder a data set. A second run keeps the shards whose size and checksum agree with the journal.
+A shard appears under its name when it is whole, then gets its line in the journal; offsets and then the manifest are
+written last and make the folder a data set. A second run keeps the shards whose size and checksum agree with the
+journal.
 """
 
 from collections.abc import Generator, Iterator, Mapping
@@ -13,8 +14,10 @@ from typing import Any, Protocol
 from lapbench.datamodules.convert.formats import image_extension, shorten
 from lapbench.datamodules.convert.journal import JOURNAL, Entry, Journal
 from lapbench.datamodules.convert.progress import Bar, notice
+from lapbench.datamodules.convert.scan import scan
 from lapbench.datamodules.convert.writer import ShardWriter, file_sha256
 from lapbench.datamodules.manifest import MANIFEST, Manifest, Shard
+from lapbench.datamodules.offsets import save_indexed
 from lapbench.errors import UserError
 
 DAMAGED = "damaged"
@@ -88,11 +91,11 @@ def convert(
             journal.remove()  # the earlier run was killed between its last two steps
             return manifest, True
         _begin(journal, {"dataset": source.dataset, "settings": settings}, out)
-        _check_finished_shards(journal, skip_damaged, progress)
+        rows = _check_finished_shards(journal, skip_damaged, progress)
         late = [
             d
             for split in source.sizes
-            for d in _write_split(source, split, journal, shard_size, skip_damaged, progress)
+            for d in _write_split(source, split, journal, rows, shard_size, skip_damaged, progress)
         ]
         splits: dict[str, tuple[Shard, ...]] = {
             split: tuple(entry.shard for entry in journal.entries if entry.split == split) for split in source.sizes
@@ -100,7 +103,11 @@ def convert(
         damaged = [place for entry in journal.entries for place in entry.damaged] + late
         noted = {DAMAGED: damaged} if damaged else {}
         manifest = Manifest(source.dataset, source.classes, splits, {"origin": source.origin, **settings, **noted})
-        manifest.save(out)
+        manifest = save_indexed(
+            out,
+            manifest,
+            {split: b"".join(rows[shard.file] for shard in shards) for split, shards in splits.items()},
+        )
         journal.remove()
     return manifest, False
 
@@ -144,15 +151,16 @@ def _begin(journal: Journal, header: dict[str, Any], out: Path) -> None:
         made, asked = journal.header, header
         what = f"{out} holds an unfinished conversion of"
         _must_agree(what, made["dataset"], made["settings"], asked["dataset"], asked["settings"])
-        for left_over in out.glob(f".{MANIFEST}.*"):  # killed while the manifest was being written
+        for left_over in out.glob(".*.tmp"):  # killed while offsets or manifest were being written
             left_over.unlink()
 
 
-def _check_finished_shards(journal: Journal, skip_damaged: bool, progress: bool) -> None:
-    """Keep the shards that are as the journal says, up to the first that is not."""
+def _check_finished_shards(journal: Journal, skip_damaged: bool, progress: bool) -> dict[str, bytes]:
+    """Keep the shards that are as the journal says, up to the first that is not; returns the rows of those kept."""
     folder = journal.path.parent
+    rows: dict[str, bytes] = {}
     if not journal.entries:
-        return
+        return rows
     with Bar("checking", sum(entry.shard.samples for entry in journal.entries), progress) as bar:
         for number, entry in enumerate(journal.entries):
             path = folder / entry.shard.file
@@ -164,13 +172,21 @@ def _check_finished_shards(journal: Journal, skip_damaged: bool, progress: bool)
                 notice(f"{path} is not as it was written: writing it again", progress)
                 journal.keep(number)
                 break
+            rows[entry.shard.file] = scan(path).rows
             bar.advance(entry.shard.samples)
+    return rows
 
 
 def _write_split(
-    source: Source, split: str, journal: Journal, shard_size: int, skip_damaged: bool, progress: bool
+    source: Source,
+    split: str,
+    journal: Journal,
+    rows: dict[str, bytes],
+    shard_size: int,
+    skip_damaged: bool,
+    progress: bool,
 ) -> list[str]:
-    """Write what is missing of ``split``; returns the damaged images after its last shard."""
+    """Write what is missing of ``split`` and add its shards' rows; returns the damaged images after its last shard."""
     done = [entry for entry in journal.entries if entry.split == split]
     position, total = done[-1].position if done else 0, source.sizes[split]
     damaged: list[str] = []
@@ -201,6 +217,7 @@ def _write_split(
                         )
                 if shard.samples:
                     done.append(Entry(split, shard.finish(), position, damaged))
+                    rows[path.name] = bytes(shard.rows)
                     journal.add(done[-1])
                     damaged = []
     if not done:

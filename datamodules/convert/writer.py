@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 from lapbench.datamodules.manifest import Shard
+from lapbench.datamodules.offsets import row
 from lapbench.errors import UserError
 
 
@@ -34,11 +35,16 @@ class ShardWriter:
     The standard library's ``tarfile`` and not ``webdataset.TarWriter``: importing webdataset imports torch (1.5 s),
     and the convention is no more than names. Plain USTAR headers with no times and owners make equal samples equal
     bytes, and are cheaper to read than the extended ones that fractional times would bring.
+
+    Attributes:
+        samples: the number of samples added.
+        rows: where they are, for the split's offsets.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.samples = 0
+        self.rows = bytearray()
         self._partial = partial_path(path)
         try:
             self._file = _HashingFile(self._partial)
@@ -48,8 +54,10 @@ class ShardWriter:
 
     def add(self, key: str, extension: str, image: bytes, label: int) -> None:
         """Append one sample: ``<key>.<extension>`` with ``image`` as it is, ``<key>.cls`` with ``label`` in ASCII."""
+        name = f"{key}.{extension}"
+        self.rows += row(self._file.size, tarfile.BLOCKSIZE, len(image), label, f"{self.path}: {name}")
         try:
-            self._member(f"{key}.{extension}", image)
+            self._member(name, image)
             self._member(f"{key}.cls", str(label).encode("ascii"))
         except OSError as error:
             raise self._failure(error) from error

@@ -9,8 +9,13 @@ from typing import Any
 from lapbench.errors import UserError
 
 
-def write_atomically(path: Path, content: str | memoryview) -> None:
+def write_atomically(path: Path, content: str | bytes | memoryview, mode: int | None = None) -> None:
     """Write ``content`` to ``path`` through a temporary file in the same folder; the folder is made if it is missing.
+
+    Args:
+        path: The file.
+        content: Text is written as UTF-8.
+        mode: The file's permissions; None leaves them to the process's mask.
 
     Raises:
         UserError: the disk is full, the folder is read-only, ...; what ``path`` held before is intact.
@@ -22,6 +27,8 @@ def write_atomically(path: Path, content: str | memoryview) -> None:
             with temporary.open("wb") as file:
                 file.write(content.encode() if isinstance(content, str) else content)
                 file.flush()
+                if mode is not None:
+                    os.fchmod(file.fileno(), mode)
                 os.fsync(file.fileno())
             os.replace(temporary, path)
         finally:

@@ -7,9 +7,15 @@ import warnings
 
 import lightning.pytorch  # noqa: F401  it sets its loggers' levels at import, which must not come after ours
 
-from tests.benchmarks import block, commands, streaming, training
+from tests.benchmarks import block, commands, index, streaming, training
 
-SUITES = {"block": block.results, "fit": training.results, "streaming": streaming.results, "commands": commands.results}
+SUITES = {
+    "block": block.results,
+    "fit": training.results,
+    "streaming": streaming.results,
+    "index": index.results,
+    "commands": commands.results,
+}
 
 
 def main() -> int:

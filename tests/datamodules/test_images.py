@@ -16,6 +16,7 @@ from PIL import Image
 
 import lapbench.datamodules
 from lapbench.datamodules.builtin import CIFAR10, CIFAR100, Digits, ImageNet
+from lapbench.datamodules.convert.index import index_again
 from lapbench.datamodules.images import ImageShards, held_out_samples
 from lapbench.datamodules.manifest import Manifest, Shard
 from lapbench.datamodules.transforms import TrainTransform
@@ -55,6 +56,7 @@ def write_data(folder, splits, classes=10, size=32, extension="jpg"):
             shards[split].append(Shard(path.name, count, path.stat().st_size, "0" * 64))
     names = tuple(str(i) for i in range(classes))
     Manifest("test", names, {split: tuple(files) for split, files in shards.items()}).save(folder)
+    index_again(folder)
     return str(folder)
 
 
@@ -269,9 +271,13 @@ def test_an_empty_shard_is_named(tmp_path):
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["splits"]["train"][1]["bytes"] = (folder / "train-001.tar").stat().st_size
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    data = ready(CIFAR10(str(folder), batch_size=2, num_workers=0, image_size=4))
-    with pytest.raises(UserError, match=r"train-001.tar: expected 4 samples as in the manifest, got 0"):
-        list(data.train_dataloader())
+    for reader, message in (
+        ("stream", "expected 4 samples as in the manifest, got 0"),
+        ("index", r"sample number [0-3]: expected an image of .* as in the index, got something else"),
+    ):
+        data = ready(CIFAR10(str(folder), batch_size=2, num_workers=0, image_size=4, reader=reader))
+        with pytest.raises(UserError, match=rf"train-001.tar(: |, ){message}"):
+            list(data.train_dataloader())
 
 
 def test_shards_elsewhere(tmp_path):
@@ -294,6 +300,7 @@ def test_shards_elsewhere(tmp_path):
         ({"eval_batch_size": 0}, "eval_batch_size must be at least 1, got 0"),
         ({"num_workers": -1}, "num_workers must be at least 0, got -1"),
         ({"repeats": 0}, "repeats must be at least 1, got 0"),
+        ({"reader": "random"}, "reader must be index or stream, got 'random'"),
         ({"shuffle_buffer": 0}, "shuffle_buffer must be at least 1, got 0"),
         ({"seed": -1}, "seed must be at least 0, got -1"),
         ({"val_fraction": 1.0}, "val_fraction must be at least 0 and below 1, got 1.0"),

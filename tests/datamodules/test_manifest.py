@@ -1,13 +1,15 @@
 import json
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lapbench.datamodules.manifest import Manifest, Shard, is_plain_name, write_atomically
+from lapbench.datamodules.manifest import MODE, Manifest, Offsets, Shard, is_plain_name
 from lapbench.errors import UserError
+from lapbench.results.files import write_atomically
 
 TRAIN = (Shard("train-000000.tar", 512, 10240, "a" * 64), Shard("train-000001.tar", 88, 2048, "b" * 64))
 MANIFEST = Manifest(
@@ -32,6 +34,15 @@ def test_round_trip_and_counts(tmp_path: Path) -> None:
     assert stat.S_IMODE(os.stat(tmp_path / "manifest.json").st_mode) == 0o644
 
 
+def test_offsets_round_trip(tmp_path: Path) -> None:
+    offsets = {"train": Offsets("train.index.npy", "d" * 64), "test": Offsets("test.index.npy", "e" * 64)}
+    manifest = replace(MANIFEST, offsets=offsets)
+    manifest.save(tmp_path)
+    assert Manifest.load(tmp_path) == manifest
+    stored = json.loads((tmp_path / "manifest.json").read_text())
+    assert stored["offsets"]["test"] == {"file": "test.index.npy", "sha256": "e" * 64}
+
+
 def test_unknown_split_names_those_there_are() -> None:
     with pytest.raises(UserError, match=r"'digits' has no split 'val'; it has train, test"):
         MANIFEST.samples("val")
@@ -53,6 +64,23 @@ def test_missing_folder_and_manifest_name_the_command(tmp_path: Path) -> None:
         ({"classes": ["a", 1]}, "every class"),
         ({"source": 3}, "'source'"),
         ({"splits": {}}, "'splits'"),
+        ({"splits": {"../train": []}}, "a split's name must be letters, digits and _ . [+] = @ -, got '../train'"),
+        ({"offsets": []}, "'offsets' must be an object"),
+        ({"offsets": {"train": {}}}, r"'offsets' must be of the same splits as 'splits', got \['train'\]"),
+        ({"offsets": {"train": {}, "test": {}}}, "offsets of split 'train': 'file' must be a plain file name"),
+        ({"offsets": {"train": 1, "test": 2}}, "offsets of split 'train' must be an object, got 1"),
+        (
+            {"offsets": {"train": {"file": "a", "sha256": "0" * 64}, "test": {"file": "../b", "sha256": "0" * 64}}},
+            "offsets of split 'test': 'file' must be a plain file name inside the folder, got '../b'",
+        ),
+        (
+            {"offsets": {"train": {"file": "a", "sha256": "0"}, "test": {"file": "b", "sha256": "0"}}},
+            "offsets of split 'train': 'sha256' must be 64 hexadecimal digits",
+        ),
+        (
+            {"offsets": {name: {"file": "test-0.tar", "sha256": "0" * 64} for name in ("train", "test")}},
+            "offsets of split 'train' must be a file of its own, got 'test-0.tar'",
+        ),
         ({"splits": {"train": []}}, "split 'train' must be a list of at least one shard"),
         ({"splits": {"train": ["x"]}}, "split 'train', shard 0 must be an object"),
     ],
@@ -110,7 +138,7 @@ def test_failed_write_is_one_line_and_keeps_the_old_file(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(UserError, match=r"cannot write .*x\.json: No space left on device"):
-        write_atomically(tmp_path / "x.json", b"1")
+        write_atomically(tmp_path / "x.json", b"1", MODE)
     with pytest.raises(UserError, match=r"cannot write .*manifest\.json"):
         Manifest("other", ("0",), {"train": TRAIN}).save(tmp_path)
     assert Manifest.load(tmp_path) == MANIFEST

@@ -1,4 +1,4 @@
-"""Streams over real shards: order, resume, augmentation, and what must never come out of a shard."""
+"""Both readers over real shards: order, resume, augmentation, and what must never come out of a shard."""
 
 import io
 import pickle
@@ -18,10 +18,12 @@ import webdataset
 from PIL import Image
 
 from lapbench.datamodules import shards as shards_module
+from lapbench.datamodules.indexed import IndexReader
 from lapbench.datamodules.loader import ResumableLoader
+from lapbench.datamodules.orders import IndexOrder, StreamOrder, shuffled
 from lapbench.datamodules.plan import Plan, Read, mixed
 from lapbench.datamodules.shards import ShardFile, ShardReader, check_url
-from lapbench.datamodules.streaming import ShardStream, random_state_kept, seed_sample, shuffled
+from lapbench.datamodules.streaming import ShardStream, random_state_kept, seed_sample
 from lapbench.errors import UserError
 
 pytestmark = [
@@ -67,6 +69,21 @@ def write_shards(folder, counts):
     return files
 
 
+def write_index(files):
+    """The index of shards as the standard library's tarfile sees them."""
+    dtype = [("start", "<u8"), ("headers", "<u4"), ("size", "<u4"), ("label", "<u4")]
+    rows = []
+    for file in files:
+        with tarfile.open(file.url) as tar:
+            members = tar.getmembers()
+            for image, label in zip(members[::2], members[1::2], strict=True):
+                value = int(tar.extractfile(label).read())
+                rows.append((image.offset, image.offset_data - image.offset, image.size, value))
+    path = Path(files[0].url).with_name("split.index.npy")
+    np.save(path, np.array(rows, dtype))
+    return path
+
+
 def first_pixel(image):
     return torch.tensor([[[float(np.asarray(image)[0, 0])]]])
 
@@ -76,10 +93,17 @@ def draws(_image):
     return torch.tensor([random.random(), np.random.random(), torch.rand(()).item()], dtype=torch.float64)  # noqa: NPY002
 
 
-def make_stream(files, batch_size, training, transform=first_pixel, buffer=16, **plan):
-    reader = ShardReader(files, 10)
-    settings = Plan(reader.counts(), batch_size, training, **plan)
-    return ShardStream(settings, reader, transform, channels=1, shuffle_buffer=buffer, with_keys=True)
+def make_stream(files, batch_size, training, reader="stream", transform=first_pixel, buffer=16, in_use=None, **plan):
+    if reader == "index":
+        source = IndexReader(files, write_index(files), 10, in_use)
+        order = IndexOrder(Plan(source.counts(), batch_size, training, **plan), source)
+    else:
+        source = ShardReader(files, 10, in_use)
+        order = StreamOrder(Plan(source.counts(), batch_size, training, **plan), source, buffer)
+    return ShardStream(order, transform, channels=1, with_keys=True)
+
+
+both = pytest.mark.parametrize("reader", ["stream", "index"])
 
 
 def numbers(batches):
@@ -88,17 +112,18 @@ def numbers(batches):
 
 def in_turn(stream, workers, epoch=0, start=0):
     """What a loader with ``workers`` workers yields, without the processes."""
-    parts = [list(stream.batches(epoch, start, worker, workers)) for worker in range(workers)]
+    parts = [[item.batch for item in stream.batches(epoch, start, worker, workers)] for worker in range(workers)]
     return [batch for turn in zip_longest(*parts) for batch in turn if batch is not None]
 
 
+@both
 @pytest.mark.parametrize("counts", [(50, 40, 11), (101,)])
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 1), (1, 4), (2, 2), (4, 1)])
-def test_101_samples(tmp_path, counts, ranks, workers):
+def test_101_samples(tmp_path, reader, counts, ranks, workers):
     files = write_shards(tmp_path, counts)
     values, keys, steps = [], [], set()
     for rank in range(ranks):
-        batches = in_turn(make_stream(files, 8, False, rank=rank, world_size=ranks), workers)
+        batches = in_turn(make_stream(files, 8, False, reader, rank=rank, world_size=ranks), workers)
         values += [value for images, _, _ in batches for value in images.flatten().tolist()]
         keys += numbers(batches)
         steps.add(len(batches))
@@ -111,45 +136,49 @@ def test_101_samples(tmp_path, counts, ranks, workers):
 
     drawn, steps = [], set()
     for rank in range(ranks):
-        batches = in_turn(make_stream(files, 8, True, rank=rank, world_size=ranks), workers)
+        batches = in_turn(make_stream(files, 8, True, reader, rank=rank, world_size=ranks), workers)
         drawn += numbers(batches)
         steps.add(len(batches))
     assert steps == {101 // (8 * ranks)}
     assert len(set(drawn)) == len(drawn) == steps.pop() * 8 * ranks
 
 
+@both
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (3, False), (2, True)])
-def test_the_loader_yields_what_the_plan_says(tmp_path, workers, persistent):
-    stream = make_stream(write_shards(tmp_path, (7, 0, 9, 5)), 4, True)
+def test_the_loader_yields_what_the_plan_says(tmp_path, reader, workers, persistent):
+    stream = make_stream(write_shards(tmp_path, (7, 0, 9, 5)), 4, True, reader)
     loader = ResumableLoader(stream, num_workers=workers, persistent_workers=persistent)
     for epoch in range(3):
         assert numbers(loader) == numbers(in_turn(stream, max(1, workers), epoch))
     assert len(loader) == 5
 
 
+@both
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_stopped_after_step_5_and_resumed(tmp_path, workers):
-    stream = make_stream(write_shards(tmp_path, (12, 8)), 2, True)
+def test_stopped_after_step_5_and_resumed(tmp_path, reader, workers):
+    stream = make_stream(write_shards(tmp_path, (12, 8)), 2, True, reader)
     whole = numbers(in_turn(stream, workers))
     before, after = numbers(in_turn(stream, workers)[:5]), numbers(in_turn(stream, workers, start=5))
     assert before + after == whole
     assert sorted(whole) == list(range(20))
 
 
+@both
 @pytest.mark.parametrize("saved", [0, 20, 99, 100])
-def test_resume_through_a_shuffle_buffer(tmp_path, saved):
-    stream = make_stream(write_shards(tmp_path, (60, 40)), 1, True, buffer=16)
+def test_resume_at_any_batch(tmp_path, reader, saved):
+    stream = make_stream(write_shards(tmp_path, (60, 40)), 1, True, reader, buffer=16)
     assert numbers(in_turn(stream, 2, start=saved)) == numbers(in_turn(stream, 2))[saved:]
 
 
-def test_order_depends_on_seed_and_epoch_only(tmp_path):
+@both
+def test_order_depends_on_seed_and_epoch_only(tmp_path, reader):
     files = write_shards(tmp_path, (30, 30, 30))
-    first = numbers(in_turn(make_stream(files, 9, True, seed=3), 2, epoch=0))
-    assert first == numbers(in_turn(make_stream(files, 9, True, seed=3), 2, epoch=0))
-    assert first != numbers(in_turn(make_stream(files, 9, True, seed=3), 2, epoch=1))
-    assert first != numbers(in_turn(make_stream(files, 9, True, seed=4), 2, epoch=0))
+    first = numbers(in_turn(make_stream(files, 9, True, reader, seed=3), 2, epoch=0))
+    assert first == numbers(in_turn(make_stream(files, 9, True, reader, seed=3), 2, epoch=0))
+    assert first != numbers(in_turn(make_stream(files, 9, True, reader, seed=3), 2, epoch=1))
+    assert first != numbers(in_turn(make_stream(files, 9, True, reader, seed=4), 2, epoch=0))
     assert first != sorted(first)
-    lengths = {len(in_turn(make_stream(files, 9, True, seed=3), workers)) for workers in (1, 2, 3, 4)}
+    lengths = {len(in_turn(make_stream(files, 9, True, reader, seed=3), workers)) for workers in (1, 2, 3, 4)}
     assert lengths == {10}
 
 
@@ -161,12 +190,13 @@ def test_shuffled_is_a_permutation_through_a_small_buffer():
     assert list(shuffled(range(200), 16, random.Random(0))) == out
 
 
-def test_augmentation_does_not_depend_on_workers_and_never_repeats(tmp_path):
+@both
+def test_augmentation_does_not_depend_on_workers_and_never_repeats(tmp_path, reader):
     files = write_shards(tmp_path, (14, 10))
-    stream = make_stream(files, 4, True, transform=draws)
+    stream = make_stream(files, 4, True, reader, transform=draws)
 
     def epochs(workers):
-        loader = ResumableLoader(make_stream(files, 4, True, transform=draws), num_workers=workers)
+        loader = ResumableLoader(make_stream(files, 4, True, reader, transform=draws), num_workers=workers)
         return [
             {key: tuple(row) for images, _, keys in loader for key, row in zip(keys, images.tolist(), strict=True)}
             for _ in range(2)
@@ -195,13 +225,14 @@ def test_loading_in_the_main_process_leaves_its_generators_alone(tmp_path):
     assert draws(None).tolist() == state
 
 
+@both
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_repeated_augmentation(tmp_path, ranks, workers):
+def test_repeated_augmentation(tmp_path, reader, ranks, workers):
     files = write_shards(tmp_path, (12, 18))
     found = []
     for rank in range(ranks):
-        stream = make_stream(files, 3, True, transform=draws, repeats=3, rank=rank, world_size=ranks)
+        stream = make_stream(files, 3, True, reader, transform=draws, repeats=3, rank=rank, world_size=ranks)
         batches = in_turn(stream, workers)
         assert len(batches) == 10 // ranks
         found += [
@@ -279,14 +310,15 @@ def record(tmp_path, files, workers=0, killed=0, resume=False, layout=None, **se
     return module.seen
 
 
+@both
 @pytest.mark.parametrize(("workers", "killed"), [(0, 3), (0, 10), (2, 13), (2, 20)])
-def test_lightning_resumes_with_the_next_batch(tmp_path, workers, killed):
+def test_lightning_resumes_with_the_next_batch(tmp_path, reader, workers, killed):
     files = write_shards(tmp_path, (11, 10))
-    whole = record(tmp_path, files, workers)
+    whole = record(tmp_path, files, workers, layout={"reader": reader})
     assert len(whole) == 60
-    before = record(tmp_path, files, workers, killed=killed)
+    before = record(tmp_path, files, workers, layout={"reader": reader}, killed=killed)
     assert before == whole[: 2 * killed]
-    assert before + record(tmp_path, files, workers, resume=True) == whole
+    assert before + record(tmp_path, files, workers, layout={"reader": reader}, resume=True) == whole
 
 
 def test_a_limited_epoch_counts_as_an_epoch(tmp_path):
@@ -301,7 +333,9 @@ def test_a_limited_epoch_counts_as_an_epoch(tmp_path):
 def test_a_changed_layout_is_refused_by_name(tmp_path):
     files = write_shards(tmp_path, (11, 10))
     record(tmp_path, files, killed=3)
-    with pytest.raises(UserError, match=r"batch_size was 2 and is 4, shuffle_buffer was 16 and is 8$"):
+    with pytest.raises(
+        UserError, match=r": batch_size was 2 and is 4, shuffle_buffer was 16 and is 8, batches was 10 and is 5$"
+    ):
         record(tmp_path, files, resume=True, layout={"batch_size": 4, "buffer": 8})
     with pytest.raises(UserError, match="num_workers was 1 and is 2"):
         record(tmp_path, files, workers=2, resume=True)
@@ -502,19 +536,30 @@ def test_a_user_error_in_a_worker_arrives_as_one_line(tmp_path):
     assert "Traceback" not in str(caught.value)
 
 
-def test_in_use_selects_samples_by_number(tmp_path):
+@both
+def test_in_use_selects_samples_by_number(tmp_path, reader):
     files = write_shards(tmp_path, (4, 3, 5))
     in_use = np.isin(np.arange(12), [0, 3, 7, 8, 11])
-    reader = ShardReader(files, 10, in_use)
+    stream = make_stream(files, 2, False, reader, in_use=in_use)
+    assert stream.plan.samples == 5
+    assert numbers(ResumableLoader(stream)) == [0, 3, 7, 8, 11]
+    draws = [draw for batch in stream.order.batches(0, 0, 0, 1) for draw in batch]
+    assert [draw.sample.number for draw in draws] == [0, 3, 7, 8, 11]
+    training = make_stream(files, 1, True, reader, in_use=in_use)
+    assert sorted(numbers(ResumableLoader(training))) == [0, 3, 7, 8, 11]
+
+
+def test_ranges_of_samples_in_use(tmp_path):
+    reader = ShardReader(write_shards(tmp_path, (4, 3, 5)), 10, np.isin(np.arange(12), [0, 3, 7, 8, 11]))
     assert reader.counts() == (2, 0, 3)
     assert [sample.number for sample in reader.read([Read(2, 1, 3), Read(0, 0, 1)])] == [8, 11, 0]
-    plan = Plan(reader.counts(), 2, False)
-    stream = ShardStream(plan, reader, first_pixel, channels=1, with_keys=True)
-    assert numbers(ResumableLoader(stream)) == [0, 3, 7, 8, 11]
 
 
-def test_streams_pickle_for_spawned_workers(tmp_path):
-    stream = make_stream(write_shards(tmp_path, (4,)), 2, False, transform=partial(first_pixel))
-    again = pickle.loads(pickle.dumps((stream.plan, stream.reader)))
-    assert again[0] == stream.plan
-    assert [sample.key for sample in again[1].read([Read(0, 0, 4)])] == ["000000", "000001", "000002", "000003"]
+@both
+def test_streams_pickle_for_spawned_workers(tmp_path, reader):
+    stream = make_stream(write_shards(tmp_path, (4,)), 2, False, reader, transform=partial(first_pixel))
+    assert numbers(ResumableLoader(stream)) == [0, 1, 2, 3]  # opens what it opens
+    again = pickle.loads(pickle.dumps(stream.order))
+    assert again.plan == stream.plan
+    keys = [draw.sample.key for batch in again.batches(0, 0, 0, 1) for draw in batch]
+    assert keys == ["000000", "000001", "000002", "000003"]

@@ -32,6 +32,7 @@ RECORD = Record(
     finished="2026-01-02T03:04:46+00:00",
     versions={"torch": "2.14.1"},
     checkpoint="last",
+    notes={"damaged_images": {"count": 3, "samples": ["shard a.tar, sample 7: truncated"]}},
 )
 
 
@@ -51,7 +52,17 @@ def test_the_file_is_what_the_schema_says(tmp_path: Path) -> None:
     assert value["metrics"] == {"test/top1": 0.9583}
     assert value["progress"] == {"epoch": 60, "max_epochs": 60, "step": 1380, "max_steps": None}
     assert value["error"] is None
+    assert value["notes"] == {"damaged_images": {"count": 3, "samples": ["shard a.tar, sample 7: truncated"]}}
     assert "folder" not in value
+
+
+def test_a_record_from_before_there_were_notes_is_read(tmp_path: Path) -> None:
+    write_record(tmp_path, RECORD)
+    path = tmp_path / "record.json"
+    value = json.loads(path.read_text())
+    del value["notes"]
+    path.write_text(json.dumps(value))
+    assert read_record(tmp_path) == dataclasses.replace(RECORD, notes={})
 
 
 @given(st.dictionaries(st.text(), st.floats() | st.integers(-(2**63), 2**63)))
@@ -82,6 +93,7 @@ def test_any_metrics_survive_strict_json(tmp_path_factory: pytest.TempPathFactor
         (lambda v: v.update(metrics={"test/top1": "high"}), "key 'metrics' must be an object of numbers"),
         (lambda v: v.update(metrics=[0.9]), "key 'metrics' must be an object of numbers, got [0.9]"),
         (lambda v: v.update(progress={"epoch": 0.5}), "key 'progress' must be an object of integers or nulls"),
+        (lambda v: v.update(notes=["x"]), "key 'notes' must be an object, got ['x']"),
         (lambda v: v.update(extra=1), "unknown key 'extra'"),
     ],
 )

@@ -53,7 +53,8 @@ def test_the_split_never_changes() -> None:
 def test_already_converted(tmp_path: Path, capsys: Any) -> None:
     first = digits.convert(tmp_path)
     times = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    assert set(times) == {"manifest.json", "test-000000.tar", *(f"train-{i:06d}.tar" for i in range(3))}
+    shards = ["test-000000.tar", *(f"train-{i:06d}.tar" for i in range(3))]
+    assert set(times) == {"manifest.json", "test.index.npy", "train.index.npy", *shards}
     assert digits.convert(tmp_path) == first == Manifest.load(tmp_path)
     assert main(["digits", "--out", str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith("already converted: digits: ")

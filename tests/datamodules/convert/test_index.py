@@ -1,5 +1,6 @@
 import io
 import json
+import pickle
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 from lapbench.datamodules import shards
 from lapbench.datamodules.convert import main
 from lapbench.datamodules.convert.formats import IMAGE_EXTENSIONS
-from lapbench.datamodules.convert.index import EXECUTABLE
+from lapbench.datamodules.convert.scan import EXECUTABLE
 from lapbench.datamodules.manifest import Manifest
 from lapbench.errors import UserError
 
@@ -113,6 +114,44 @@ def test_bad_shards(folder: Path, members: Members, message: str) -> None:
     assert not (folder / "manifest.json").exists()
 
 
+class Canary:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.path,))
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("name", ["0.pkl", "0.label.PYD", "0.pth", "0.pkl.png", "../x.png", "/tmp/x.png", "..\\x.png"])
+def test_hostile_members_are_refused_and_nothing_runs(folder: Path, name: str, again: bool) -> None:
+    canary, shard = folder / "canary", folder / "imagenet1k-train-0001.tar"
+    if again:  # the shard was replaced after it was indexed
+        assert index(folder) == 0
+    write_tar(shard, [*sample("a", 0), *sample("b", 0), *sample("c", 0), (name, pickle.dumps(Canary(canary)))])
+    if again:
+        content = json.loads((folder / "manifest.json").read_text())
+        content["splits"]["train"][1]["bytes"] = shard.stat().st_size
+        (folder / "manifest.json").write_text(json.dumps(content))
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(UserError, match=r"imagenet1k-train-0001\.tar: member .*: refused"):
+        main(["index", str(folder)]) if again else index(folder)
+    assert not canary.exists()
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_sparse_files_are_refused(folder: Path) -> None:
+    # GNU's sparse format 1.0: a plain file with an extended header, and a map of its pieces before its content.
+    with tarfile.open(folder / "imagenet1k-train-0001.tar", "w", format=tarfile.PAX_FORMAT) as tar:
+        info = tarfile.TarInfo("a.jpg")
+        info.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": "8"}
+        data = b"1\n0\n4\n".ljust(512, b"\0") + b"abcd"
+        info.size = len(data)
+        tar.addfile(info, io.BytesIO(data))
+    with pytest.raises(UserError, match=r"imagenet1k-train-0001\.tar: member 'a\.jpg' is a sparse file.*: refused"):
+        index(folder)
+
+
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE])
 def test_links_and_special_files(folder: Path, kind: bytes) -> None:
     with tarfile.open(folder / "imagenet1k-train-0001.tar", "w") as tar:
@@ -159,6 +198,7 @@ def test_every_truncation_is_noticed(folder: Path) -> None:
 def test_bad_arguments(folder: Path, arguments: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         main(["index", str(folder), "--dataset", "i", "--split", "train=imagenet1k-train-*.tar", *arguments])
+    assert not list(folder.glob("*.npy"))
 
 
 def test_missing_folder_and_converted_folder(folder: Path, tmp_path: Path) -> None:
@@ -172,3 +212,55 @@ def test_missing_folder_and_converted_folder(folder: Path, tmp_path: Path) -> No
     (folder / ".convert.journal").touch()
     with pytest.raises(UserError, match=r"holds an unfinished conversion"):
         index(folder)
+
+
+def test_folders_with_a_manifest_get_their_offsets(folder: Path, class_folders: Path, tmp_path: Path) -> None:
+    assert index(folder, "--num-classes", "1000") == 0
+    out = tmp_path / "converted"
+    assert main(["imagenet", "--source", str(class_folders), "--out", str(out), "--shard-size", "5"]) == 0
+    for place in (folder, out):
+        whole = {path.name: path.read_bytes() for path in place.iterdir() if path.is_file()}
+        content = json.loads(whole["manifest.json"])
+        assert sorted(content.pop("offsets")) == ["train", "val"]
+        (place / "manifest.json").write_text(json.dumps(content))  # as it was written before there were offsets
+        for path in place.glob("*.npy"):
+            path.unlink()
+        assert main(["index", str(place)]) == 0
+        assert {path.name: path.read_bytes() for path in place.iterdir() if path.is_file()} == whole
+
+
+def test_a_folder_that_is_not_as_its_manifest_says(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"no manifest\.json in .*: tell what the shards are with --dataset NAME"):
+        main(["index", str(folder)])
+    assert index(folder) == 0
+    shard = folder / "imagenet1k-train-0001.tar"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole + bytes(512))
+    with pytest.raises(
+        UserError, match=rf"0001\.tar: expected {len(whole)} bytes as in the manifest, got {len(whole) + 512}"
+    ):
+        main(["index", str(folder)])
+    write_tar(shard, [*sample("a", 0), *sample("b", 0)])
+    assert shard.stat().st_size == len(whole)
+    with pytest.raises(UserError, match=r"0001\.tar: expected 3 samples as in the manifest, got 2"):
+        main(["index", str(folder)])
+    write_tar(shard, [*sample("a", 0), *sample("b", 9), *sample("c", 0)])
+    with pytest.raises(UserError, match=r"0001\.tar: member b\.cls must hold 0\.\.8"):
+        main(["index", str(folder)])
+    shard.unlink()
+    with pytest.raises(UserError, match=r"0001\.tar is missing: the manifest lists it"):
+        main(["index", str(folder)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dataset", "x"], "describe the shards that --split"),
+        (["--num-classes", "3"], "describe the shards that --split"),
+        (["--classes", "x"], "describe the shards that --split"),
+        (["--split", "a=*.tar"], "--split needs --dataset NAME"),
+    ],
+)
+def test_what_goes_together(folder: Path, arguments: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        main(["index", str(folder), *arguments])
