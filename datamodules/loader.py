@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from lapbench.datamodules.streaming import Failure, Loaded, ShardStream
 from lapbench.errors import UserError
+from lapbench.process import outlive_stop_signals
 
 
 class ResumableLoader:
@@ -51,6 +52,7 @@ class ResumableLoader:
             pin_memory=pin_memory and torch.accelerator.is_available(),
             persistent_workers=persistent_workers and num_workers > 0,
             generator=torch.Generator(),  # otherwise each epoch would draw from the model's generator
+            worker_init_fn=outlive_stop_signals if num_workers > 0 else None,
         )
 
     def __len__(self) -> int:
@@ -99,11 +101,8 @@ class ResumableLoader:
         return len(self) if limit is None else int(len(self) * limit)
 
     def state_dict(self) -> dict[str, int | str]:
-        """The layout that a position depends on; Lightning puts it into checkpoints.
-
-        ``batches``, the steps of an epoch, turns a count of steps into epoch and batch.
-        """
-        return {**self.stream.order.layout(max(1, self.num_workers)), "batches": self._epoch_batches()}
+        """The layout that a position depends on; Lightning puts it into checkpoints."""
+        return self.stream.order.layout(max(1, self.num_workers))
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:
         """Refuse a checkpoint whose position means other samples here.
@@ -120,4 +119,7 @@ class ResumableLoader:
             if state.get(name) != here.get(name)
         ]
         if changed:
-            raise UserError(f"cannot resume the data stream from this checkpoint: {', '.join(changed)}")
+            raise UserError(
+                f"cannot resume the data stream from this checkpoint: {', '.join(changed)}; "
+                "--allow_layout_change accepts it, at the cost of exactness"
+            )

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
 from lapbench.tasks.classification import NonFiniteLossError
+from lapbench.training.damaged import DamagedImages
 from lapbench.training.exact_resume import ExactResume
 from lapbench.training.recording import RecordWriter
 from lapbench.training.run_folder import CHECKPOINTS, RunFolder
@@ -28,11 +29,12 @@ def fit_callbacks(folder: RunFolder, seed: int, signals: StopSignals) -> list[pl
     checkpoint = partial(
         RunCheckpoint, folder.path / CHECKPOINTS, auto_insert_metric_name=False, enable_version_counter=False
     )
-    throughput = Throughput()
+    throughput, damaged = Throughput(), DamagedImages()
     callbacks: list[pl.Callback] = [
         StepSeeds(seed),
         throughput,
-        RecordWriter(folder, throughput, seed),
+        damaged,
+        RecordWriter(folder, throughput, damaged, seed),
         SaveNonFinite(folder),
         ExactResume(),
     ]

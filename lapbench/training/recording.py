@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lapbench.results.record import Record, write_record
+from lapbench.training.damaged import DamagedImages
 from lapbench.training.run_folder import RunFolder, schedule_name
 from lapbench.training.throughput import Throughput
 
@@ -30,13 +31,15 @@ class RecordWriter(Checkpoint):
     Args:
         folder: The run's folder.
         throughput: What measures samples/s.
+        damaged: What counts damaged images.
         seed: The run's seed.
     """
 
-    def __init__(self, folder: RunFolder, throughput: Throughput, seed: int) -> None:
+    def __init__(self, folder: RunFolder, throughput: Throughput, damaged: DamagedImages, seed: int) -> None:
         self.folder = folder
         self.seed = seed
         self.throughput = throughput
+        self.damaged = damaged
         self.record: Record | None = None
         self._clock = time.monotonic()
         self._earlier = (folder.previous.wall_time or 0.0) if folder.previous is not None else 0.0
@@ -94,6 +97,7 @@ class RecordWriter(Checkpoint):
             metrics=metrics,
             progress=progress,
             throughput=self.throughput.samples_per_second or self.record.throughput,
+            notes={**self.folder.notes, **self.damaged.notes},
             wall_time=self._earlier + time.monotonic() - self._clock,
             **changes,
         )

@@ -77,7 +77,7 @@ def test_an_accepted_change_goes_on_from_the_same_share_of_the_epoch(
     assert record.status == "finished"
     assert record.progress["epoch"] == 3
     (note,) = record.notes["inexact_resumes"]
-    assert note == "at step 9: data.init_args.batch_size was 12 and is 24"
+    assert note == "at step 9: data.init_args.batch_size was 12 and is 24, global_batch_size was 12 and is 24"
     assert yaml.safe_load((interrupted / "config.yaml").read_text())["data"]["init_args"]["batch_size"] == 24
     # The schedule ends where it should: 3 epochs of 3 steps.
     checkpoint = torch.load(interrupted / "checkpoints/last.ckpt", weights_only=True)
