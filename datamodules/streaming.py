@@ -12,11 +12,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
-from lapbench.datamodules.decoding import decode_image
+from lapbench.datamodules.decoding import Pixels, decode_image
 from lapbench.datamodules.plan import Plan, Read, Share, cut, mixed
 from lapbench.errors import UserError
 
@@ -81,7 +80,7 @@ class Failure(NamedTuple):
 
 
 class ShardStream(IterableDataset[Any]):
-    """Batches ``(images [B, C, H, W] float32, labels [B] int64)`` of one split on one rank.
+    """Batches ``(images [B, C, H, W], labels [B] int64)`` of one split on one rank.
 
     Training seeds every sample's augmentation from (seed, epoch, sample, repeat): it is the same for any number of
     workers. Iterating starts at ``set_position``; in a loader's worker process it yields that worker's share.
@@ -89,7 +88,7 @@ class ShardStream(IterableDataset[Any]):
     Args:
         plan: Who produces what.
         reader: Where undecoded samples come from.
-        transform: Image to tensor [C, H, W].
+        transform: Decoded pixels (uint8 [H, W] or [H, W, 3]) to tensor [C, H, W].
         channels: 3 (RGB) or 1 (grey) for decoding.
         shuffle_buffer: Samples that each worker holds to shuffle them; training only.
         with_keys: Yield ``(images, labels, keys)``, keys being the samples' names.
@@ -99,7 +98,7 @@ class ShardStream(IterableDataset[Any]):
         self,
         plan: Plan,
         reader: Reader,
-        transform: Callable[[Image.Image], Tensor],
+        transform: Callable[[Pixels], Tensor],
         channels: int = 3,
         shuffle_buffer: int = 0,
         with_keys: bool = False,
