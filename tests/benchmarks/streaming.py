@@ -69,8 +69,13 @@ def compared(root: Path, what: str, bound: float, batch: int, side: int, ours: A
         generator=torch.Generator().manual_seed(0),
     )
     shards = data.train_dataloader()
-    # ImageFolder's seconds over ours. Ours include what the trainer does with a batch on its device.
-    ratio = paired_ratio(epoch(files, lambda images: images), epoch(shards, data.normalize), ROUNDS)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the workers have the cores: more threads would wait for each other
+    try:
+        # ImageFolder's seconds over ours. Ours include what the trainer does with a batch on its device.
+        ratio = paired_ratio(epoch(files, lambda images: images), epoch(shards, data.normalize), ROUNDS)
+    finally:
+        torch.set_num_threads(threads)
     detail = f"{ROUNDS} pairs of {len(shards) * batch} images"
     return Result(f"shards / ImageFolder, {what}, samples/s", ratio, bound, False, detail)
 
