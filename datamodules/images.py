@@ -15,6 +15,7 @@ from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from lapbench.datamodules.indexed import IndexReader
 from lapbench.datamodules.loader import ResumableLoader
 from lapbench.datamodules.manifest import MANIFEST, Manifest
+from lapbench.datamodules.normalization import Normalize
 from lapbench.datamodules.offsets import check_offsets
 from lapbench.datamodules.orders import IndexOrder, Order, StreamOrder
 from lapbench.datamodules.plan import Plan, mixed
@@ -30,7 +31,8 @@ class ImageShards(LightningDataModule):
     """Loads one data set: ``(images [B, C, S, S] float32, labels [B] int64)``, predict batches with keys.
 
     Every process reads its own part of each epoch; evaluation sees each sample exactly once. The constants below say
-    what the data set is.
+    what the data set is. The loaders themselves yield uint8 images: a trainer has them normalised on the device,
+    whoever iterates by hand calls ``normalize``.
 
     Args:
         data_dir: Folder with the manifest (and the shards, unless shards_url says otherwise).
@@ -121,7 +123,8 @@ class ImageShards(LightningDataModule):
         self.pin_memory = pin_memory
         self.persistent_workers = persistent_workers
         self._train_transform = build_train_transform(train_transform, image_size, self.mean, self.std)
-        self._eval_transform = build_eval_transform(image_size, self.mean, self.std, crop_pct, interpolation)
+        self._eval_transform = build_eval_transform(image_size, crop_pct, interpolation)
+        self.normalize = Normalize(self.mean, self.std)
         self._manifest: Manifest | None = None
         self._offsets: dict[str, Path] = {}
         self._layout: dict[str, int | str] = {}
@@ -195,6 +198,11 @@ class ImageShards(LightningDataModule):
     def test_dataloader(self) -> ResumableLoader:
         """The test split, each sample once, in order."""
         return self._loader(self.test_split, training=False)
+
+    def on_after_batch_transfer(self, batch: tuple[Any, ...], dataloader_idx: int) -> tuple[Any, ...]:
+        """Normalise the images on the device that the batch was moved to; Lightning calls this in every stage."""
+        images, *rest = batch
+        return (self.normalize(images), *rest)
 
     def predict_dataloader(self) -> ResumableLoader:
         """The test split as ``(images, labels, keys)``."""

@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
-from lapbench.datamodules.decoding import decode_image
+from lapbench.datamodules.decoding import Pixels, decode_image
 from lapbench.datamodules.orders import Draw, Order, Sample
 from lapbench.datamodules.plan import Plan, mixed
 from lapbench.errors import UserError
@@ -50,7 +49,7 @@ class Failure(NamedTuple):
 
 
 class ShardStream(IterableDataset[Any]):
-    """Batches ``(images [B, C, H, W] float32, labels [B] int64)`` of one split on one rank, each in a ``Loaded``.
+    """Batches ``(images [B, C, H, W], labels [B] int64)`` of one split on one rank, each in a ``Loaded``.
 
     Training seeds every sample's augmentation from (seed, epoch, sample, repeat): it is the same for any number of
     workers. Iterating starts at ``set_position``; in a loader's worker process it yields that worker's share.
@@ -61,13 +60,13 @@ class ShardStream(IterableDataset[Any]):
 
     Args:
         order: Which samples make up which batch.
-        transform: Image to tensor [C, H, W].
+        transform: Decoded pixels (uint8 [H, W] or [H, W, 3]) to tensor [C, H, W].
         channels: 3 (RGB) or 1 (grey) for decoding.
         with_keys: Yield ``(images, labels, keys)``, keys being the samples' names.
     """
 
     def __init__(
-        self, order: Order, transform: Callable[[Image.Image], Tensor], channels: int = 3, with_keys: bool = False
+        self, order: Order, transform: Callable[[Pixels], Tensor], channels: int = 3, with_keys: bool = False
     ) -> None:
         self.order = order
         self.transform = transform

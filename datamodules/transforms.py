@@ -1,29 +1,32 @@
-"""Training and evaluation transforms: settings for timm's, and a fast path for images that are already small.
+"""Training and evaluation transforms: settings for timm's, with short cuts where few steps do.
+
+They give 8-bit pixels: ``normalization.Normalize`` makes them float32 on the device of the batch. Random erasing draws
+in normalised values, so transforms that erase normalise themselves.
 
 timm's ``3a`` is DeiT-III's 3-Augment: one of solarize (threshold 128), grey and Gaussian blur (radius 0.1 to 2) for
 each image, with colour jitter after it (https://arxiv.org/abs/2204.07118).
 """
 
-import random
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-import torch
 from PIL import Image
 from timm.data.transforms import str_to_interp_mode
 from timm.data.transforms_factory import create_transform
 from torch import Tensor
 from torchvision import transforms
 
+from lapbench.datamodules.crops import ResizedCrop, SameSize, SmallCrop, planes
+from lapbench.datamodules.decoding import Pixels
 from lapbench.errors import UserError
 
-Transform = Callable[[Image.Image], Tensor]
+Transform = Callable[[Pixels], Tensor]
 
 CROPS = ("rrc", "rkrc", "rkrr", "src", "none")
 INTERPOLATIONS = ("bilinear", "bicubic", "nearest", "lanczos", "box", "hamming", "random")
+BACKENDS = ("pil", "tensor")
 PADDINGS = ("constant", "reflect", "edge", "symmetric")
 _NUMBER = r"\d+(\.\d+)?"
 # timm ignores or asserts on sections that it does not know.
@@ -52,11 +55,14 @@ class TrainTransform:
             ``v0``, ``original``; none when null.
         color_jitter: Strength of brightness, contrast and saturation jitter. As in the published recipes it acts
             without auto_augment and with ``3a``, not with RandAugment or AutoAugment.
-        erase_prob: Probability of random erasing.
+        erase_prob: Probability of random erasing. With it the workers normalise, and send four times the bytes.
         erase_mode: ``const`` (zeros), ``rand`` (one random colour) or ``pixel`` (noise).
         erase_count: Most rectangles erased in one image.
         interpolation: Of resizing: ``bilinear``, ``bicubic``, ``nearest``, ``lanczos``, ``box``, ``hamming``, or
             ``random`` (bilinear or bicubic; ``rrc``, ``rkrc`` and ``rkrr`` only).
+        backend: What resizes the crop of ``rrc``: ``pil`` (Pillow, as published recipes do), or ``tensor`` (torch's
+            8-bit kernels; bilinear and bicubic), about 1.5 times as fast on 500 x 375 JPEGs. Measured on these, 0.4 %
+            of the levels differ from Pillow's by 1 of 255, and one in a million by 2.
     """
 
     crop: str = "rrc"
@@ -71,12 +77,13 @@ class TrainTransform:
     erase_mode: str = "const"
     erase_count: int = 1
     interpolation: str = "bicubic"
+    backend: str = "pil"
 
 
 def build_train_transform(
     settings: TrainTransform, image_size: int, mean: tuple[float, ...], std: tuple[float, ...]
 ) -> Transform:
-    """Build the training transform: PIL image (mode ``L`` or ``RGB``) -> float32 tensor [C, size, size], normalised.
+    """Build the training transform: uint8 [H, W] or [H, W, 3] -> uint8 [C, size, size], or float32 if it erases.
 
     Args:
         settings: The augmentation.
@@ -88,6 +95,7 @@ def build_train_transform(
         UserError: a setting that is unknown or out of range.
     """
     _check(settings, image_size)
+    plain = not (settings.auto_augment or settings.color_jitter or settings.erase_prob)
     timm_crop = settings.crop if settings.crop in ("rrc", "rkrc", "rkrr") else None
     primary, secondary, final = create_transform(
         image_size,
@@ -106,30 +114,27 @@ def build_train_transform(
         re_count=settings.erase_count,
         separate=True,
     )
-    if timm_crop is None:
-        primary = transforms.Compose(
-            [*_fixed_crop(settings, image_size), transforms.RandomHorizontalFlip(settings.hflip)]
-        )
-    composed: Transform = transforms.Compose([primary, secondary, final])
-    if timm_crop is None and not (settings.auto_augment or settings.color_jitter or settings.erase_prob):
-        padding = settings.padding if settings.crop == "src" else 0
-        return SmallCrop(image_size, mean, std, padding, settings.padding_mode, settings.hflip, composed)
+    rest = [secondary, final if settings.erase_prob else planes]
+    composed: Transform
+    if settings.crop == "rrc":
+        crop = ResizedCrop(primary.transforms[0], settings.hflip, settings.backend)
+        composed = transforms.Compose([crop, planes] if plain else [crop, Image.fromarray, *rest])
+    elif timm_crop is not None:
+        composed = transforms.Compose([Image.fromarray, primary, *rest])
+    else:
+        flip = transforms.RandomHorizontalFlip(settings.hflip)
+        composed = transforms.Compose([Image.fromarray, *_fixed_crop(settings, image_size), flip, *rest])
+        if plain:
+            padding = settings.padding if settings.crop == "src" else 0
+            return SmallCrop(image_size, padding, settings.padding_mode, settings.hflip, composed)
     return composed
 
 
-def build_eval_transform(
-    image_size: int,
-    mean: tuple[float, ...],
-    std: tuple[float, ...],
-    crop_pct: float = 1.0,
-    interpolation: str = "bicubic",
-) -> Transform:
-    """Build the evaluation transform: shorter side to ``image_size / crop_pct``, centre crop, normalise.
+def build_eval_transform(image_size: int, crop_pct: float = 1.0, interpolation: str = "bicubic") -> Transform:
+    """Build the evaluation transform: shorter side to ``image_size / crop_pct``, centre crop; uint8 in and out.
 
     Args:
         image_size: Side of the square output in pixels.
-        mean: Mean of each channel, of values in 0..1.
-        std: Standard deviation of each channel.
         crop_pct: The crop's share of the shorter side (DeiT-III: 1.0).
         interpolation: Of resizing; see ``TrainTransform`` (not ``random``).
 
@@ -140,98 +145,21 @@ def build_eval_transform(
     if not 0 < crop_pct <= 1:
         raise UserError(f"crop_pct must be in (0, 1], got {crop_pct}")
     _one_of("interpolation", interpolation, tuple(name for name in INTERPOLATIONS if name != "random"))
-    resized: Transform = create_transform(
-        image_size, is_training=False, crop_pct=crop_pct, interpolation=interpolation, mean=mean, std=std
-    )
-    return SameSize(image_size, mean, std, resized) if crop_pct == 1.0 else resized
+    shorter = math.floor(image_size / crop_pct)
+    resized: Transform = transforms.Compose([Image.fromarray, *_centre(shorter, image_size, interpolation), planes])
+    return SameSize(image_size, resized) if crop_pct == 1.0 else resized
 
 
-class _Normalize:
-    """8-bit pixels [H, W] or [H, W, C] to a normalised float32 tensor [C, H, W] by looking up each level's value."""
-
-    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-        levels = np.arange(256, dtype=np.float32) / np.float32(255)
-        self.levels = [(levels - np.float32(m)) / np.float32(s) for m, s in zip(mean, std, strict=True)]
-
-    def __call__(self, pixels: npt.NDArray[np.uint8]) -> Tensor:
-        planes = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
-        values = np.empty(planes.shape, np.float32)
-        for levels, plane, out in zip(self.levels, planes, values, strict=True):
-            levels.take(plane, out=out, mode="clip")  # no level is clipped; "raise" would buffer the output
-        return torch.from_numpy(values)
-
-
-class SameSize:
-    """Evaluation of images that mostly have the right size already: those only get normalised."""
-
-    def __init__(self, size: int, mean: tuple[float, ...], std: tuple[float, ...], otherwise: Transform) -> None:
-        self.size = size
-        self.normalize = _Normalize(mean, std)
-        self.otherwise = otherwise
-
-    def __call__(self, image: Image.Image) -> Tensor:
-        """PIL image to float32 [C, size, size]."""
-        if image.size == (self.size, self.size):
-            return self.normalize(np.asarray(image))
-        return self.otherwise(image)
-
-
-class SmallCrop:
-    """Random crop from the padded image and random flip, for images that mostly have the right size already.
-
-    At 8 x 8 pixels the general transforms spend their time on bookkeeping: this one takes a tenth of it.
-
-    Args:
-        size: Side of the square crop in pixels.
-        mean: Mean of each channel, of values in 0..1.
-        std: Standard deviation of each channel.
-        padding: Pixels added on each side.
-        padding_mode: ``constant`` (black), ``reflect``, ``edge``, ``symmetric``.
-        hflip: Probability of a horizontal flip.
-        otherwise: The transform of images of other sizes.
-    """
-
-    def __init__(
-        self,
-        size: int,
-        mean: tuple[float, ...],
-        std: tuple[float, ...],
-        padding: int,
-        padding_mode: str,
-        hflip: float,
-        otherwise: Transform,
-    ) -> None:
-        self.size = size
-        self.normalize = _Normalize(mean, std)
-        self.padding = padding
-        self.hflip = hflip
-        self.otherwise = otherwise
-        # Padding moves no values, only places: pad the places once, and each crop is one indexing.
-        # Place `size` is a black border beside the image.
-        border = {"constant_values": size} if padding_mode == "constant" else {}
-        self.places = np.pad(np.arange(size), padding, mode=padding_mode, **border)  # type: ignore[call-overload]
-
-    def __call__(self, image: Image.Image) -> Tensor:
-        """PIL image to float32 [C, size, size]."""
-        if image.size != (self.size, self.size):
-            return self.otherwise(image)
-        pixels = np.asarray(image)
-        top, left = random.randint(0, 2 * self.padding), random.randint(0, 2 * self.padding)
-        rows, columns = self.places[top : top + self.size], self.places[left : left + self.size]
-        if self.hflip and random.random() < self.hflip:
-            columns = columns[::-1]
-        bordered = np.zeros((self.size + 1, self.size + 1, *pixels.shape[2:]), np.uint8)
-        bordered[:-1, :-1] = pixels
-        return self.normalize(bordered[rows[:, None], columns])
+def _centre(shorter: int, size: int, interpolation: str) -> list[Transform]:
+    return [transforms.Resize(shorter, str_to_interp_mode(interpolation)), transforms.CenterCrop(size)]
 
 
 def _fixed_crop(settings: TrainTransform, size: int) -> list[Transform]:
     """The crops that timm does not have."""
-    resize = transforms.Resize(size, interpolation=str_to_interp_mode(settings.interpolation))
+    resize, centre = _centre(size, size, settings.interpolation)
     if settings.crop == "none":
-        return [resize, transforms.CenterCrop(size)]
-    crop = transforms.RandomCrop(size, padding=settings.padding, padding_mode=settings.padding_mode)
-    return [resize, crop]
+        return [resize, centre]
+    return [resize, transforms.RandomCrop(size, padding=settings.padding, padding_mode=settings.padding_mode)]
 
 
 def _check(settings: TrainTransform, image_size: int) -> None:
@@ -240,6 +168,7 @@ def _check(settings: TrainTransform, image_size: int) -> None:
     _one_of("padding_mode", settings.padding_mode, PADDINGS)
     _one_of("erase_mode", settings.erase_mode, ("const", "rand", "pixel"))
     _one_of("interpolation", settings.interpolation, INTERPOLATIONS)
+    _one_of("backend", settings.backend, BACKENDS)
     for name in ("hflip", "erase_prob"):
         _within(name, getattr(settings, name), 0, 1)
     _within("color_jitter", settings.color_jitter, 0, None)
@@ -247,6 +176,13 @@ def _check(settings: TrainTransform, image_size: int) -> None:
     _within("erase_count", settings.erase_count, 1, None)
     if settings.interpolation == "random" and settings.crop not in ("rrc", "rkrc", "rkrr"):
         raise UserError(f"interpolation 'random' needs crop rrc, rkrc or rkrr, got {settings.crop!r}")
+    if settings.backend == "tensor":
+        if settings.crop != "rrc":
+            raise UserError(f"backend 'tensor' needs crop rrc, got {settings.crop!r}")
+        if settings.interpolation not in ("bilinear", "bicubic", "random"):
+            raise UserError(
+                f"backend 'tensor' needs interpolation bilinear, bicubic or random, got {settings.interpolation!r}"
+            )
     for name in ("scale", "ratio"):
         bounds = getattr(settings, name)
         if bounds is None:

@@ -61,7 +61,7 @@ def bare_rate(folder: Path) -> float:
     model.train()
     ends = []
     for images, labels in islice(data.train_dataloader(), BATCHES):
-        loss = F.cross_entropy(model(images), labels, label_smoothing=0.1)
+        loss = F.cross_entropy(model(data.normalize(images)), labels, label_smoothing=0.1)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -1,16 +1,26 @@
-"""Images of every kind that data sets hold come out as 8-bit RGB or grey, upright, with their levels."""
+"""Images of every kind that data sets hold come out as 8-bit RGB or grey, upright, with their levels.
+
+All of it holds with simplejpeg and without.
+"""
 
 import io
 
 import numpy as np
 import pytest
+import simplejpeg
 from PIL import Image
 
+from lapbench.datamodules import decoding
 from lapbench.datamodules.decoding import decode_image
 from lapbench.errors import UserError
 
 ORIENTATION = 0x0112
 GRADIENT = np.arange(12, dtype=np.uint8).reshape(3, 4) * 20  # 3 rows, 4 columns
+
+
+@pytest.fixture(autouse=True, params=[simplejpeg, None], ids=["simplejpeg", "pillow"])
+def _decoder(request, monkeypatch):
+    monkeypatch.setattr(decoding, "simplejpeg", request.param)
 
 
 def encoded(image, file_format="PNG", **settings):
@@ -20,9 +30,10 @@ def encoded(image, file_format="PNG", **settings):
 
 
 def pixels(data, channels=3):
-    image = decode_image(data, channels)
-    assert image.mode == ("RGB" if channels == 3 else "L")
-    return np.asarray(image)
+    array = decode_image(data, channels)
+    assert array.dtype == np.uint8
+    assert array.shape[2:] == ((3,) if channels == 3 else ())
+    return array
 
 
 def test_rgb_is_unchanged():
@@ -114,7 +125,7 @@ def test_exif_orientation_is_applied(orientation, upright, file_format):
 def test_exif_orientation_of_a_jpeg():
     exif = Image.Exif()
     exif[ORIENTATION] = 6
-    assert decode_image(encoded(Image.new("RGB", (32, 16)), "JPEG", exif=exif)).size == (16, 32)
+    assert decode_image(encoded(Image.new("RGB", (32, 16)), "JPEG", exif=exif)).shape == (32, 16, 3)
 
 
 @pytest.mark.parametrize(
@@ -131,12 +142,12 @@ def test_exif_orientation_of_a_jpeg():
 def test_bad_exif_neither_crashes_nor_warns(exif):
     image = Image.fromarray(np.tile(GRADIENT, (8, 8))).convert("RGB")
     for file_format in ("JPEG", "PNG", "WEBP"):
-        assert decode_image(encoded(image, file_format, exif=exif)).size == image.size
+        assert decode_image(encoded(image, file_format, exif=exif)).shape == (24, 32, 3)
 
 
 def test_the_bytes_decide_not_the_name():
     for file_format in ("JPEG", "PNG", "WEBP"):
-        assert decode_image(encoded(Image.new("RGB", (8, 8), "red"), file_format)).size == (8, 8)
+        assert decode_image(encoded(Image.new("RGB", (8, 8), "red"), file_format)).shape == (8, 8, 3)
 
 
 @pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP"])
@@ -170,7 +181,79 @@ def test_damaged_images_raise_nothing_else():
             for place in rng.integers(0, len(data), 3):
                 data[place] = rng.integers(0, 256)
             try:
-                outcomes.add(decode_image(bytes(data)).mode)
+                outcomes.add(decode_image(bytes(data)).shape[2:])
             except UserError:
                 outcomes.add("error")
-    assert outcomes == {"RGB", "error"}
+    assert outcomes == {(3,), "error"}
+
+
+def by_pillow(data, channels=3):
+    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB" if channels == 3 else "L"))
+
+
+@pytest.mark.parametrize("size", [(1, 1), (2, 1), (7, 5), (17, 33), (63, 65), (130, 97)])
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_jpegs_have_pillows_bits(mode, size):
+    rng = np.random.default_rng(0)
+    shape = (size[1], size[0], 3) if mode == "RGB" else (size[1], size[0])
+    rough = Image.fromarray(rng.integers(0, 256, shape, dtype=np.uint8))
+    smooth = Image.fromarray(rng.integers(0, 256, (4, 3, *shape[2:]), dtype=np.uint8)).resize(size)
+    for image in (rough, smooth):
+        for quality in (40, 90):
+            for progressive in (False, True):
+                for subsampling in ("4:4:4", "4:2:2", "4:2:0"):
+                    options = {} if mode == "L" else {"subsampling": subsampling}
+                    data = encoded(image, "JPEG", quality=quality, progressive=progressive, **options)
+                    for channels in (1, 3):
+                        assert np.array_equal(pixels(data, channels), by_pillow(data, channels))
+
+
+@pytest.mark.parametrize("subsampling", ["444", "422", "420", "440", "411"])
+def test_jpegs_of_another_encoder_have_pillows_bits(subsampling):
+    array = np.asarray(Image.fromarray(np.random.default_rng(1).integers(0, 256, (5, 4, 3), np.uint8)).resize((61, 43)))
+    data = simplejpeg.encode_jpeg(array.copy(), 85, "RGB", subsampling)
+    assert np.array_equal(pixels(data), by_pillow(data))
+
+
+def test_simplejpeg_decodes_the_common_kinds_only(monkeypatch):
+    monkeypatch.setattr(decoding, "simplejpeg", simplejpeg)
+    colour, grey = Image.new("RGB", (16, 8), "red"), Image.new("L", (16, 8), 9)
+    common = encoded(colour, "JPEG")
+    assert decoding._common_jpeg(common, 3).shape == (8, 16, 3)
+    assert decoding._common_jpeg(encoded(grey, "JPEG"), 1).shape == (8, 16)
+    for data, channels in (
+        (common, 1),
+        (encoded(grey, "JPEG"), 3),
+        (encoded(Image.new("CMYK", (16, 8)), "JPEG"), 3),
+        (encoded(colour, "JPEG", keep_rgb=True), 3),
+        (common[:-4], 3),
+        (common[:2], 3),
+    ):
+        assert decoding._common_jpeg(data, channels) is None
+    # Pillow refuses images that are out of all proportion: it must see them.
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 16 * 8 - 1)
+    assert decoding._common_jpeg(common, 3) is None
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 16 * 8 // 2 - 1)
+    with pytest.raises(UserError, match="decompression bomb"):
+        decode_image(common)
+
+
+def test_damaged_jpegs_have_pillows_outcome():
+    rng = np.random.default_rng(2)
+    whole = encoded(Image.fromarray(rng.integers(0, 256, (3, 4, 3), np.uint8)).resize((37, 29)), "JPEG")
+    outcomes = {"error": 0, "pixels": 0}
+    for trial in range(400):
+        data = bytearray(whole)
+        for place in rng.integers(0, len(data), 2):
+            data[place] = rng.integers(0, 256)
+        data = bytes(data[: int(rng.integers(2, len(data)))] if trial % 4 == 0 else data)
+        try:
+            expected = by_pillow(data)
+        except (OSError, SyntaxError, ValueError):
+            outcomes["error"] += 1
+            with pytest.raises(UserError, match="cannot decode the image"):
+                decode_image(data)
+        else:
+            outcomes["pixels"] += 1
+            assert np.array_equal(pixels(data), expected)
+    assert min(outcomes.values()) > 50

@@ -77,12 +77,13 @@ def test_digits_make_themselves(digits_dir):
     assert sum(len(batch[1]) for batch in test) == 360
     for images, targets in train:
         assert images.shape == (64, 1, 8, 8)
-        assert images.dtype == torch.float32
+        assert images.dtype == torch.uint8
         assert targets.dtype == torch.int64
     assert sorted(labels(test).unique().tolist()) == list(range(10))
     # The constants normalise the training pixels.
     plain = ready(Digits(digits_dir, batch_size=1437, train_transform=TrainTransform(crop="none", hflip=0)))
-    ((pixels, _),) = plain.train_dataloader()
+    ((images, _),) = plain.train_dataloader()
+    pixels = plain.normalize(images)
     assert pixels.mean().item() == pytest.approx(0, abs=0.01)
     assert pixels.std().item() == pytest.approx(1, abs=0.01)
 
@@ -94,7 +95,7 @@ def test_digits_pixels_are_those_of_scikit_learn(digits_dir):
     ((images, targets, keys),) = data.predict_dataloader()
     numbers = [int(key) for key in keys]
     bunch = load_digits()
-    values = (images[:, 0] * data.std[0] + data.mean[0]) * 16
+    values = (data.normalize(images)[:, 0] * data.std[0] + data.mean[0]) * 16
     assert np.abs(values.numpy() - bunch.images[numbers]).max() < 0.05
     assert targets.tolist() == bunch.target[numbers].tolist()
 
@@ -218,6 +219,62 @@ def test_lightning_runs_without_warnings(tmp_path, digits_dir, fraction, validat
     assert trainer.global_step == 2 * ((1437 - validated // 2) // 64)
     assert trainer.test(model, datamodule=data, verbose=False) == [{"test": 360.0}]
     assert sum(map(len, trainer.predict(model, datamodule=data))) == 360
+
+
+class Seen(Model):
+    """Keeps the images of every step."""
+
+    def __init__(self):
+        super().__init__()
+        self.images = {}
+
+    def keep(self, batch, stage):
+        assert batch[0].device == self.device
+        self.images.setdefault(stage, []).append(batch[0])
+
+    def training_step(self, batch):
+        self.keep(batch, "train")
+        return super().training_step(batch)
+
+    def validation_step(self, batch):
+        self.keep(batch, "val")
+
+    def test_step(self, batch):
+        self.keep(batch, "test")
+
+    def predict_step(self, batch):
+        self.keep(batch, "predict")
+        return batch[2]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("erase_prob", [0.0, 0.5])
+def test_loaders_yield_uint8_and_steps_see_normalised_float32(tmp_path, digits_dir, workers, erase_prob):
+    settings = {"val_fraction": 0.2, "num_workers": workers, "train_transform": TrainTransform(erase_prob=erase_prob)}
+    trainer, model, data = quiet_trainer(tmp_path), Seen(), Digits(digits_dir, **settings)
+    trainer.fit_loop.max_epochs = 1
+    trainer.fit(model, datamodule=data)
+    trainer.test(model, datamodule=data, verbose=False)
+    keys = trainer.predict(model, datamodule=data)
+    alone = ready(Digits(digits_dir, **settings), None)
+    loaders = {
+        "train": alone.train_dataloader(),
+        "val": alone.val_dataloader(),
+        "test": alone.test_dataloader(),
+        "predict": alone.predict_dataloader(),
+    }
+    for stage, loader in loaders.items():
+        batches = list(loader)
+        dtype = torch.float32 if stage == "train" and erase_prob else torch.uint8
+        assert {batch[0].dtype for batch in batches} == {dtype}
+        assert len(model.images[stage]) == len(batches) > 0
+        for seen, batch in zip(model.images[stage], batches, strict=True):
+            images = batch[0]
+            if dtype == torch.uint8:
+                images = (images.float() / 255 - torch.tensor(data.mean)) / torch.tensor(data.std)
+            assert seen.dtype == torch.float32
+            assert torch.equal(seen, images)
+    assert keys == [batch[2] for batch in batches]
 
 
 def test_a_checkpoint_of_another_layout_is_refused_at_an_epochs_end(tmp_path, digits_dir):

@@ -333,9 +333,7 @@ def test_a_limited_epoch_counts_as_an_epoch(tmp_path):
 def test_a_changed_layout_is_refused_by_name(tmp_path):
     files = write_shards(tmp_path, (11, 10))
     record(tmp_path, files, killed=3)
-    with pytest.raises(
-        UserError, match=r": batch_size was 2 and is 4, shuffle_buffer was 16 and is 8; --allow"
-    ):
+    with pytest.raises(UserError, match=r": batch_size was 2 and is 4, shuffle_buffer was 16 and is 8; --allow"):
         record(tmp_path, files, resume=True, layout={"batch_size": 4, "buffer": 8})
     with pytest.raises(UserError, match="num_workers was 1 and is 2"):
         record(tmp_path, files, workers=2, resume=True)

@@ -103,7 +103,7 @@ def life(arguments: list[str], log: str, ranks: int, number: signal.Signals | No
         if rng.random() < 0.15:
             time.sleep(rng.uniform(0, 1.5))
         else:
-            left = rng.randint(1, 10)
+            left = rng.randint(1, 6)
             while left and (steps := os.read(reading, left)):
                 left -= len(steps)
             time.sleep(rng.uniform(0, 0.03))

@@ -36,7 +36,7 @@ def by_hand(folder: Path, checkpoint: str = "last") -> tuple[list[str], torch.Te
     data.setup("predict")
     ((images, labels, keys),) = list(data.predict_dataloader())
     with torch.no_grad():
-        return keys, labels, model.eval()(images)
+        return keys, labels, model.eval()(data.normalize(images))
 
 
 def test_test_prints_what_fit_recorded_and_adds_a_section(finished: Path, lapbench: Command) -> None:
