@@ -17,8 +17,10 @@ from typing import Any, NoReturn
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lapbench.errors import UserError
+from lapbench.evaluation.after_fit import evaluations_of, join_processes, missing
 from lapbench.process import die_with_parent
 from lapbench.results.record import write_record
+from lapbench.training.evaluating import evaluate_after_fit
 from lapbench.training.parser import CLI
 from lapbench.training.predictions import PredictionWriter
 from lapbench.training.recording import RecordWriter
@@ -39,7 +41,11 @@ class Interrupted(SystemExit):
 
 
 def fit(argv: Sequence[str]) -> int:
-    """``lapbench fit``: trains, then tests the declared checkpoint. Returns 0, or 75 when interrupted."""
+    """``lapbench fit``: trains, tests the declared checkpoint, then runs the evaluations of the config.
+
+    Returns:
+        0, 1 when an evaluation failed, or 75 when interrupted.
+    """
     die_with_parent()
     with _user_errors():
         cli = _parse("fit", argv)
@@ -51,26 +57,37 @@ def fit(argv: Sequence[str]) -> int:
 
 def _fit(cli: CLI) -> int:
     folder, trainer = cli.run_folder, cli.trainer
-    if folder.finished:
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    writer = next(c for c in callbacks if isinstance(c, RecordWriter))
+    evaluations = evaluations_of(callbacks)
+    todo = missing(evaluations, folder.previous)
+    trained = bool(evaluations) and folder.trained  # then only evaluations are left
+    if folder.finished and not todo:
         print(f"{folder.path}: this run has finished already; its results are in record.json", file=sys.stderr)
         return 0
     last = folder.last_checkpoint
-    print(f"training in {folder.path}{' from its last checkpoint on' if last else ''}", file=sys.stderr)
+    doing = "evaluating" if trained else "training"
+    print(f"{doing} in {folder.path}{' from its last checkpoint on' if last else ''}", file=sys.stderr)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _interrupt)
     try:
-        trainer.fit(cli.model, cli.datamodule, ckpt_path=last, weights_only=True)
-        choice = folder.settings.test
-        checkpoint = None if choice == "none" else folder.checkpoint_file(choice)
-        metrics = {} if checkpoint is None else _score(cli, "test", checkpoint)
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        writer = next(c for c in callbacks if isinstance(c, RecordWriter))
-        writer.finish(trainer, metrics, None if checkpoint is None else choice)
+        metrics: dict[str, float] = {}
+        if trained:
+            join_processes(trainer)
+            writer.resume(trainer)
+        else:
+            trainer.fit(cli.model, cli.datamodule, ckpt_path=last, weights_only=True)
+            choice = folder.settings.test
+            metrics = {} if choice == "none" else _score(cli, "test", folder.checkpoint_file(choice))
+            scored = choice != "none" or bool(todo)
+            writer.trained(trainer, metrics, folder.evaluated_checkpoint if scored else None)
+        failed = evaluate_after_fit(cli, writer, todo) if todo else []
+        writer.finish(trainer)
     except Interrupted:
         print(f"interrupted; the same command with --run.dir {folder.path} goes on", file=sys.stderr)
         return INTERRUPTED
-    print(f"finished: {folder.path}  {_show(metrics)}", file=sys.stderr)
-    return 0
+    print(f"finished: {folder.path}  {_show(metrics)}".rstrip(), file=sys.stderr)
+    return 1 if failed else 0
 
 
 def validate(argv: Sequence[str]) -> int:
