@@ -177,8 +177,8 @@ def killed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# Between fit and probe, in its first and second epoch, while it saves, while it is scored, before the next evaluation, and
-# when all are done.
+# Between fit and probe, in its first and second epoch, while it saves, while it is scored, before the next evaluation,
+# and when all are done.
 MOMENTS = ("probe-1", "step-2", "step-4", "save-2", "score-2", "draws-1", "finish-1")
 
 
