@@ -18,6 +18,7 @@ from lapbench.errors import UserError
 from lapbench.evaluation.base import Evaluation, FinishedTraining
 from lapbench.optim import LRSchedule, build_scheduler
 
+AT_ONCE = 32
 Split = Literal["val", "test"]
 
 
@@ -42,9 +43,7 @@ class LinearProbe(Evaluation):
     cosine, on the training split with its augmentation, each image once an epoch. What is scored is its last state: no
     split chooses anything.
 
-    The number of processes does not change the result, as far as float64 goes, where they share the same global batches
-    and the backbone gives an image the same features in batches of any size (it does on CPU; a GPU may round them
-    differently, in float32).
+    Where the processes share the same global batches, their number does not change the result, as far as float64 goes.
 
     Args:
         epochs: Epochs of training. This and the following defaults are our choice, for small data sets: of the learning
@@ -117,10 +116,18 @@ class LinearProbe(Evaluation):
 
 
 def mean_patch_token(backbone: VisionBackbone, images: Tensor) -> Tensor:
-    """Mean of the patch tokens of the last block, after the final norm: [B, D] of images [B, C, H, W], no gradient."""
+    """Mean of the patch tokens of the last block, after the final norm: [B, D] of images [B, C, H, W], no gradient.
+
+    The backbone sees ``AT_ONCE`` images each time, the last of them blank where there are no more: the last bits of a
+    matrix product depend on its shape, so features would depend on how samples fall into the batches of processes.
+    """
+    features = []
     with torch.no_grad():
-        (tokens,) = backbone.forward_intermediates(images, 1, norm=True)
-        return tokens[:, backbone.num_prefix_tokens :].mean(dim=1)
+        for piece in images.split(AT_ONCE):
+            padded = nn.functional.pad(piece, (0, 0) * (images.ndim - 1) + (0, AT_ONCE - len(piece)))
+            (tokens,) = backbone.forward_intermediates(padded, 1, norm=True)
+            features.append(tokens[: len(piece), backbone.num_prefix_tokens :].mean(dim=1))
+    return torch.cat(features)
 
 
 class _Probe(pl.LightningModule):

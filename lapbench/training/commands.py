@@ -87,7 +87,8 @@ def _fit(cli: CLI) -> int:
         print(f"interrupted; the same command with --run.dir {folder.path} goes on", file=sys.stderr)
         return INTERRUPTED
     print(f"finished: {folder.path}  {_show(metrics)}".rstrip(), file=sys.stderr)
-    return 1 if failed else 0
+    # Lightning kills the first process when one that it started for another device ends with another status than 0.
+    return 1 if failed and trainer.is_global_zero else 0
 
 
 def validate(argv: Sequence[str]) -> int:

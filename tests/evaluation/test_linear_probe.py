@@ -17,7 +17,7 @@ from lapbench.datamodules.plan import mixed
 from lapbench.errors import UserError
 from lapbench.evaluation import LinearProbe
 from lapbench.evaluation.after_fit import AfterFit
-from lapbench.evaluation.linear_probe import mean_patch_token
+from lapbench.evaluation.linear_probe import AT_ONCE, mean_patch_token
 from lapbench.results.record import read_record
 from lapbench.tasks import ImageClassification
 from lapbench.training.checkpoint_io import AtomicCheckpointIO
@@ -108,12 +108,14 @@ def test_features_are_the_mean_of_the_patch_tokens_after_the_norm() -> None:
     ).eval()
     with torch.no_grad():
         model.norm.weight.copy_(torch.linspace(0.5, 2, 16))
-    images = torch.randn(5, 3, 8, 8)
+    images = torch.randn(40, 3, 8, 8)
     taken: list[torch.Tensor] = []
     model.blocks[-1].register_forward_hook(lambda module, inputs, output: taken.append(output))
     found = mean_patch_token(model, images)
-    (tokens,) = taken
-    assert tokens.shape == (5, 1 + 3 + 4, 16)
+    # One shape, whatever the batch's: what a batch of another process says of the same image is the same to the bit.
+    assert [tokens.shape for tokens in taken] == [(AT_ONCE, 1 + 3 + 4, 16)] * 2
+    assert torch.equal(found[35:38], mean_patch_token(model, images[35:38]))
+    tokens = torch.cat([taken[0], taken[1][:8]])
     deviation = tokens - tokens.mean(-1, keepdim=True)
     normed = deviation / (deviation.square().mean(-1, keepdim=True) + model.norm.eps).sqrt() * model.norm.weight
     assert torch.allclose(found, normed[:, 4:].mean(1), atol=1e-6)
