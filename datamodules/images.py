@@ -1,5 +1,6 @@
 """Image classification data, streamed from WebDataset shards that a manifest describes."""
 
+import copy
 import os
 import random
 from functools import partial
@@ -190,6 +191,17 @@ class ImageShards(LightningDataModule):
         if self.val_fraction:
             return self._loader(self.train_split, training=False, held_out=True)
         return self._loader(self.val_split, training=False) if self.val_split is not None else []
+
+    def for_evaluation(self, batch_size: int, seed: int) -> "ImageShards":
+        """A copy for a second trainer: of its own batch size and order, each sample once an epoch.
+
+        It knows neither the trainer nor the position of this one, which stays as it is.
+        """
+        other = copy.copy(self)
+        other.trainer = None
+        other.batch_size, other.seed, other.repeats = batch_size, seed, 1
+        other._layout, other._restored = {}, {}
+        return other
 
     @property
     def _has_validation(self) -> bool:

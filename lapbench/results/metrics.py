@@ -28,6 +28,8 @@ KINDS: dict[str, MetricKind] = {
 """By the last part of a metric's name or its ending: "test/top1", "val/ema_loss". Add a metric's direction here."""
 
 DEFAULTS = ("test/top1", "val/top1")
+SPLITS = ("train", "val", "test")
+"""What a metric's name begins with if it is the task's; any other beginning names an evaluation after training."""
 
 
 def kind_of(metric: str) -> MetricKind:
@@ -40,7 +42,7 @@ def kind_of(metric: str) -> MetricKind:
 
 
 def split_of(metric: str) -> str | None:
-    """ "test" for "test/top1", None for a name without a split."""
+    """ "test" for "test/top1", "linear" (an evaluation) for "linear/top1", None for a name without either."""
     return metric.partition("/")[0] if "/" in metric else None
 
 

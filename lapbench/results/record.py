@@ -48,6 +48,11 @@ class Record:
     folder: Path | None = field(default=None, compare=False)
     """Where it was read from; not part of the file."""
 
+    @property
+    def failed_evaluations(self) -> dict[str, str]:
+        """Why, by the name of the evaluation. The run itself has finished all the same."""
+        return {name: section["error"] for name, section in self.evaluations.items() if "error" in section}
+
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)

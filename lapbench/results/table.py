@@ -11,7 +11,7 @@ from pathlib import Path
 from lapbench.errors import ArgumentParser, UserError
 from lapbench.results.cells import Cells, Run, collect
 from lapbench.results.files import write_atomically
-from lapbench.results.metrics import DEFAULTS, MetricKind, kind_of, show, split_of
+from lapbench.results.metrics import DEFAULTS, SPLITS, MetricKind, kind_of, show, split_of
 from lapbench.results.plan import FILE_NAME as PLAN_FILE
 from lapbench.results.plan import Plan, read_plan
 from lapbench.results.record import FILE_NAME as RECORD_FILE
@@ -179,8 +179,9 @@ def _caption(metric: str, kind: MetricKind, baseline: str | None, cells: Mapping
     checkpoints = Counter(record.checkpoint or "not recorded" for record in records)
     split = split_of(metric)
     parts = [f"{metric}: {kind.title}{' in %' if kind.percent else ''}"]
-    parts[0] += f" on the {split} split" if split else ""
+    parts[0] += f" on the {split} split" if split in SPLITS else ""
     parts[0] += f" of {next(iter(data))}" if len(data) == 1 else ""
+    parts[0] += f", by evaluation {split}" if split and split not in SPLITS else ""
     if kind.higher_is_better is None:
         parts.append("not ranked, as it is not known which direction is better")
     else:

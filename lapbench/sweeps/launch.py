@@ -5,7 +5,7 @@ import shlex
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from lapbench.errors import ArgumentParser, UserError
@@ -13,11 +13,10 @@ from lapbench.process import lock_folder
 from lapbench.results.files import write_atomically
 from lapbench.results.formats import emit, markdown, text
 from lapbench.results.plan import Plan, write_plan
-from lapbench.results.record import Record
 from lapbench.results.table import leaderboard, load_directory
 from lapbench.sweeps.grid import load_sweep
 from lapbench.sweeps.progress import open_display
-from lapbench.sweeps.reconcile import find_records, reconcile
+from lapbench.sweeps.reconcile import find_records, reconcile, status_of
 from lapbench.sweeps.runner import Outcome, Runner, fit_command
 
 FIT = (sys.executable, "-m", "lapbench", "fit")
@@ -85,7 +84,7 @@ def launch(plan: Plan, out: Path, jobs: int = 1, command: Sequence[str] = FIT) -
         plan = reconcile(out, plan)
         records = find_records(out, plan)
         write_plan(out, plan)
-        todo = [run for run in plan.runs if _status(records, run.folder) != "finished"]
+        todo = [run for run in plan.runs if status_of(records.get(run.folder)) != "finished"]
         done = len(plan.runs) - len(todo)
         emit(f"{plan.name}: {len(plan.runs)} runs in {out}{f', {done} of them already finished' if done else ''}\n")
         outcome = Outcome()
@@ -99,10 +98,6 @@ def launch(plan: Plan, out: Path, jobs: int = 1, command: Sequence[str] = FIT) -
             emit(_failures(outcome, len(plan.runs)))
         _print_table(out)
         return 1 if outcome.failures else 0
-
-
-def _status(records: Mapping[str, Record], folder: str) -> str | None:
-    return records[folder].status if folder in records else None
 
 
 def _print_table(out: Path) -> None:
@@ -138,7 +133,7 @@ def dry_run(plan: Plan, out: Path, command: Sequence[str] = FIT) -> str:
     if out.exists():
         plan = reconcile(out, plan)
     records = find_records(out, plan)
-    actions = [ACTIONS[_status(records, run.folder)] for run in plan.runs]
+    actions = [ACTIONS[status_of(records.get(run.folder))] for run in plan.runs]
     counts = ", ".join(f"{n} {action}" for action, n in Counter(actions).items())
     lines = [f"{plan.name}: {len(plan.runs)} runs in {out} ({counts})"]
     for index, (run, action) in enumerate(zip(plan.runs, actions, strict=True), 1):

@@ -22,6 +22,13 @@ def find_records(out: Path, plan: Plan) -> dict[str, Record]:
     return {name: record for name, record in found.items() if record}
 
 
+def status_of(record: Record | None) -> str | None:
+    """The status of a run for a sweep: one that has finished with a failed evaluation is to be tried again."""
+    if record is None:
+        return None
+    return "failed" if record.status == "finished" and record.failed_evaluations else record.status
+
+
 def reconcile(out: Path, plan: Plan) -> Plan:
     """Check ``plan`` against the runs that an earlier version of the sweep made in ``out``.
 

@@ -46,7 +46,7 @@ class Job:
     log: Path
     log_start: int
     started: float
-    step_before: int
+    position_before: tuple[int, int]
     record_before: tuple[int, int] | None
 
 
@@ -161,8 +161,7 @@ class Runner:
                 process = self._popen(arguments, file)
         except OSError as error:
             raise UserError(f"cannot start {run.folder}: {error.filename or log}: {error.strerror or error}") from error
-        step = (record.progress.get("step") or 0) if record else 0
-        return Job(run, process, log, start, time.monotonic(), step, _version(folder))
+        return Job(run, process, log, start, time.monotonic(), _position(record), _version(folder))
 
     def _popen(self, arguments: Sequence[str], log: IO[bytes]) -> "subprocess.Popen[bytes]":
         options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
@@ -195,8 +194,7 @@ class Runner:
 
     def _came_further(self, job: Job, record: Record | None) -> bool:
         """Whether starting a run again makes sense: a run that is stopped each time before it gets anywhere loops."""
-        step = (record.progress.get("step") or 0) if record else 0
-        count = 0 if step > job.step_before else self.fruitless.get(job.run.folder, 0) + 1
+        count = 0 if _position(record) > job.position_before else self.fruitless.get(job.run.folder, 0) + 1
         self.fruitless[job.run.folder] = count
         return count < MOST_FRUITLESS
 
@@ -212,6 +210,8 @@ class Runner:
         """The error in the record if this process wrote it, else how the process ended and the last line it printed."""
         status = job.process.returncode
         written = record and _version(self.out / job.run.folder) != job.record_before
+        if record and written and record.status == "finished" and record.failed_evaluations:
+            return "; ".join(f"evaluation {name}: {error}" for name, error in record.failed_evaluations.items())
         if record and written and record.status == "failed" and record.error:
             return " ".join(record.error.split())
         if status == AGAIN:
@@ -233,6 +233,11 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal
         return f"signal {number}"
+
+
+def _position(record: Record | None) -> tuple[int, int]:
+    """How far a run has come: optimizer steps, then evaluations."""
+    return (record.progress.get("step") or 0, len(record.evaluations)) if record else (0, 0)
 
 
 def _version(folder: Path) -> tuple[int, int] | None:

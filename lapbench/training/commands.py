@@ -18,8 +18,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 
 from lapbench.errors import UserError
+from lapbench.evaluation.after_fit import evaluations_of, join_processes, missing
 from lapbench.process import children_die_with_this_process, die_with_parent
 from lapbench.results.record import write_record
+from lapbench.training.evaluating import evaluate_after_fit
 from lapbench.training.parser import CLI
 from lapbench.training.predictions import PredictionWriter
 from lapbench.training.recording import RecordWriter
@@ -36,7 +38,11 @@ _EXPECTED_WARNINGS: dict[str, type[Warning]] = {
 
 
 def fit(argv: Sequence[str]) -> int:
-    """``lapbench fit``: trains, then tests the declared checkpoint. Returns 0, or 75 when interrupted."""
+    """``lapbench fit``: trains, tests the declared checkpoint, then runs the evaluations of the config.
+
+    Returns:
+        0, 1 when an evaluation failed, or 75 when interrupted.
+    """
     die_with_parent()
     # Lightning starts a process for each further device: they end with this one, however it ends.
     with _user_errors(), children_die_with_this_process():
@@ -49,28 +55,38 @@ def fit(argv: Sequence[str]) -> int:
 
 def _fit(cli: CLI) -> int:
     folder, trainer = cli.run_folder, cli.trainer
-    if folder.finished:
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    writer = next(c for c in callbacks if isinstance(c, RecordWriter))
+    evaluations = evaluations_of(callbacks)
+    todo = missing(evaluations, folder.previous)
+    trained = bool(evaluations) and folder.trained  # then only evaluations are left
+    if folder.finished and not todo:
         _say(cli, f"{folder.path}: this run has finished already; its results are in record.json")
         return 0
     last = folder.last_checkpoint
-    _say(cli, f"training in {folder.path}{' from its last checkpoint on' if last else ''}")
+    doing = "evaluating" if trained else "training"
+    _say(cli, f"{doing} in {folder.path}{' from its last checkpoint on' if last else ''}")
     cli.stop_signals.install()
     try:
-        trainer.fit(cli.model, cli.datamodule, ckpt_path=last, weights_only=True)
-        choice = folder.settings.test
-        checkpoint = None if choice == "none" else folder.checkpoint_file(choice)
-        metrics = {} if checkpoint is None else _score(cli, "test", checkpoint)
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        writer = next(c for c in callbacks if isinstance(c, RecordWriter))
-        writer.finish(trainer, metrics, None if checkpoint is None else choice)
+        metrics: dict[str, float] = {}
+        if trained:
+            join_processes(trainer)
+            writer.resume(trainer)
+        else:
+            trainer.fit(cli.model, cli.datamodule, ckpt_path=last, weights_only=True)
+            choice = folder.settings.test
+            metrics = {} if choice == "none" else _score(cli, "test", folder.checkpoint_file(choice))
+            scored = choice != "none" or bool(todo)
+            writer.trained(trainer, metrics, folder.evaluated_checkpoint if scored else None)
+        failed = evaluate_after_fit(cli, writer, todo) if todo else []
+        writer.finish(trainer)
     except Interrupted as stop:
         _say(cli, f"interrupted; the same command with --run.dir {folder.path} goes on")
         _leave_group(wait=stop.together)
-        # Lightning kills the first process when one that it started for another device ends with another status.
-        return INTERRUPTED if trainer.is_global_zero or _started_by_others(trainer) else 0
-    _say(cli, f"finished: {folder.path}  {_show(metrics)}")
+        return INTERRUPTED if _tells_its_status(trainer) else 0
+    _say(cli, f"finished: {folder.path}  {_show(metrics)}".rstrip())
     _leave_group(wait=True)
-    return 0
+    return 1 if failed and _tells_its_status(trainer) else 0
 
 
 def _say(cli: CLI, text: str) -> None:
@@ -78,10 +94,13 @@ def _say(cli: CLI, text: str) -> None:
         print(text, file=sys.stderr)
 
 
-def _started_by_others(trainer: Trainer) -> bool:
-    """Whether this process was started by torchrun or srun, not by Lightning's first process."""
+def _tells_its_status(trainer: Trainer) -> bool:
+    """Whether this process may end with another status than 0.
+
+    Not if Lightning started it for another device: that would have the first one killed.
+    """
     environment = trainer._accelerator_connector.cluster_environment
-    return not isinstance(environment, LightningEnvironment)
+    return trainer.is_global_zero or not isinstance(environment, LightningEnvironment)
 
 
 def _leave_group(wait: bool) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import platform
+import shutil
 import subprocess
 import time
 from dataclasses import replace
@@ -15,6 +16,7 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lapbench.evaluation.after_fit import FOLDER as EVALUATIONS
 from lapbench.results.record import Record, write_record
 from lapbench.training.damaged import DamagedImages
 from lapbench.training.run_folder import RunFolder, schedule_name
@@ -46,6 +48,10 @@ class RecordWriter(Checkpoint):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The first record: what is run, with which versions, on what."""
+        assert self.folder.path is not None
+        leftover = self.folder.path / EVALUATIONS
+        if trainer.is_global_zero and leftover.exists():  # of weights that are trained anew now
+            shutil.rmtree(leftover)
         task: Any = pl_module
         previous = self.folder.previous
         self.record = Record(
@@ -79,10 +85,28 @@ class RecordWriter(Checkpoint):
             trainer, status="interrupted" if interrupted else "failed", error=None if interrupted else reason[:500]
         )
 
-    def finish(self, trainer: pl.Trainer, test_metrics: dict[str, float], checkpoint: str | None) -> None:
-        """The run is done, its test included."""
+    def trained(self, trainer: pl.Trainer, test_metrics: dict[str, float], checkpoint: str | None) -> None:
+        """Training is done, and its test: with a checkpoint, a later start has only evaluations to do."""
         assert self.record is not None
         self.record = replace(self.record, metrics={**self.record.metrics, **test_metrics}, checkpoint=checkpoint)
+        self._write(trainer)
+
+    def resume(self, trainer: pl.Trainer) -> None:
+        """Another start of a run that was trained before: ``fit`` is not called."""
+        assert self.folder.previous is not None
+        self.record = replace(self.folder.previous, error=None, finished=None)
+        self._write(trainer, status="running")
+
+    def evaluated(self, trainer: pl.Trainer, name: str, section: dict[str, Any]) -> None:
+        """An evaluation is done, or has failed; its metrics stand among the run's, where tables find them."""
+        assert self.record is not None
+        metrics = {**self.record.metrics, **section.get("metrics", {})}
+        evaluations = {**self.record.evaluations, name: section}
+        self.record = replace(self.record, metrics=metrics, evaluations=evaluations)
+        self._write(trainer)
+
+    def finish(self, trainer: pl.Trainer) -> None:
+        """The run is done, its test and evaluations included."""
         self._write(trainer, status="finished", finished=_now())
 
     def _write(self, trainer: pl.Trainer, **changes: Any) -> None:

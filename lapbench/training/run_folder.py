@@ -124,6 +124,16 @@ class RunFolder:
         return self.previous is not None and self.previous.status == "finished"
 
     @property
+    def trained(self) -> bool:
+        """Whether the run that is there has been trained and tested: its record says which checkpoint counts."""
+        return self.previous is not None and self.previous.checkpoint is not None
+
+    @property
+    def evaluated_checkpoint(self) -> str:
+        """The checkpoint that evaluations after training use: the declared one, "last" where none is tested."""
+        return "best" if self.settings.test == "best" else "last"
+
+    @property
     def last_checkpoint(self) -> Path | None:
         """What an unfinished run resumes from, if it came that far."""
         last = self.checkpoint_file("last")
@@ -142,7 +152,7 @@ class RunFolder:
         """
         if name is None and self.path is None:
             return None
-        name = name or ("best" if self.settings.test == "best" else "last")
+        name = name or self.evaluated_checkpoint
         if name in ("last", "best"):
             if self.path is None:
                 raise UserError(f"--ckpt_path {name}: needs the run's folder, --run.dir")

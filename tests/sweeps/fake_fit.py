@@ -1,7 +1,9 @@
 """Stands in for ``lapbench fit`` in the tests of the launcher: a run of a few fast epochs that resumes.
 
 Its score depends on heads and seed only. ``--behavior=NAME[@FOLDER-PART]`` makes it misbehave: fail, crash, bad-input,
-killed, again-once (stops with 75 after its first epoch), again-always, unfinished (exits 0 early), slow-stop.
+killed, again-once (stops with 75 after its first epoch), again-always, unfinished (exits 0 early), slow-stop,
+evaluation (trains, but an evaluation fails in its first process), again-evaluating (stops with 75 in the first, second,
+third, ... evaluation of five).
 Each process leaves a line in ``starts`` of its folder, each epoch one in ``epochs``.
 """
 
@@ -81,4 +83,12 @@ for epoch in range(first, options.epochs):
         sys.exit(75)
 # From the record: a run killed after its last epoch trains no more when it is started again.
 metrics = {**record.metrics, "test/top1": record.metrics["val/top1"]}
-write_record(folder, replace(record, status="finished", metrics=metrics))
+record = replace(record, metrics=metrics)
+if behavior == "again-evaluating" and len(record.evaluations) < 5:
+    sections = {**record.evaluations, f"e{len(record.evaluations)}": {"metrics": {}}}
+    write_record(folder, replace(record, status="interrupted", evaluations=sections))
+    sys.exit(75)
+failing = behavior == "evaluation" and not record.evaluations
+evaluations = {"linear": {"error": "out of memory"} if failing else {"metrics": {"linear/top1": 0.5}}}
+write_record(folder, replace(record, status="finished", evaluations=evaluations))
+sys.exit(1 if failing else 0)

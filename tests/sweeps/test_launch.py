@@ -85,6 +85,7 @@ def test_a_second_sweep_runs_nothing_again(tmp_path: Path, capsys: pytest.Captur
         ("killed", "killed by SIGKILL"),
         ("again-always", "interrupted 3 times in a row without coming further"),
         ("unfinished", "exit status 0, but its record says running"),
+        ("evaluation", "evaluation linear: out of memory"),
     ],
 )
 def test_a_failed_run_is_named_and_the_others_go_on(
@@ -96,9 +97,31 @@ def test_a_failed_run_is_named_and_the_others_go_on(
     end = printed[printed.index("1 of 4 runs failed:") :]
     assert f"  heads-0_seed-1: {reason}\n    log: {out / 'heads-0_seed-1' / 'log.txt'}\n" in end
     assert "[4/4]" in printed
-    assert "90.00 (1/2 seeds)" in end or "running" in end
+    assert "90.00 (1/2 seeds)" in end or "running" in end or behavior == "evaluation"
     others = [read_record(out / name).status for name in FOLDERS if name != "heads-0_seed-1"]
     assert others == ["finished"] * 3
+
+
+def test_a_failed_evaluation_is_tried_again_though_the_run_has_finished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, plan = tmp_path / "out", make_plan(tmp_path, behavior="evaluation@heads-0_seed-1")
+    assert launch(plan, out, command=FAKE) == 1
+    assert read_record(out / FOLDERS[1]).status == "finished"
+    assert "90.15 ± 0.21" in capsys.readouterr().out  # its training counts in the table
+    assert "heads-0_seed-1: try again\n" in dry_run(plan, out)
+    crash = (sys.executable, "-c", "raise SystemExit('no space left')")
+    assert launch(plan, out, command=crash) == 1
+    assert "heads-0_seed-1: exit status 1: no space left\n" in capsys.readouterr().out
+    assert launch(plan, out, command=FAKE) == 0
+    assert {name: len(found) for name, found in starts(out).items()} == dict(zip(FOLDERS, (1, 2, 1, 1), strict=True))
+    assert launch(plan, out, command=crash) == 0
+
+
+def test_a_run_interrupted_in_one_evaluation_after_the_other_comes_further(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert launch(make_plan(tmp_path, behavior="again-evaluating@heads-0_seed-1"), out, command=FAKE) == 0
+    assert len(starts(out)["heads-0_seed-1"]) == 6
 
 
 def test_an_old_error_is_not_blamed_for_a_new_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,6 @@
+"""Evaluations that ``lapbench fit`` runs after training: callbacks named in the config's ``trainer.callbacks``."""
+
+from lapbench.evaluation.base import Evaluation, FinishedTraining
+from lapbench.evaluation.linear_probe import LinearProbe
+
+__all__ = ["Evaluation", "FinishedTraining", "LinearProbe"]
