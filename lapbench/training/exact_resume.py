@@ -5,14 +5,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from torchmetrics import Metric
 
 CHECKPOINT_KEY = "lapbench"
 
 
-class ExactResume(Checkpoint):
+class ExactResume(pl.Callback):
     """Completes every checkpoint that is written while training, and what a run takes from one.
 
     - Metrics: the sums that an epoch has gathered so far, of every process.
@@ -66,6 +65,11 @@ class ExactResume(Checkpoint):
         if self._logs:
             for logger in trainer.loggers:
                 logger.log_metrics(self._logs, step=self._step)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Counts the first batch of a validation that starts again once, not twice."""
+        total: Any = trainer.fit_loop.epoch_loop.val_loop.batch_progress.total
+        total.ready = total.started = total.completed
 
 
 def _metric_states(module: pl.LightningModule) -> dict[str, dict[str, Any]]:
