@@ -87,9 +87,8 @@ class Manifest:
             raise UserError(f"no data folder {folder}: make it with `lapbench data DATASET --out {folder}`")
         if not path.is_file():
             raise UserError(
-                f"no {MANIFEST} in {folder}: convert into it with `lapbench data DATASET --out {folder}`, "
-                f"or describe shards made elsewhere with "
-                f"`lapbench data index {folder} --dataset NAME --split NAME=GLOB`"
+                f"no {MANIFEST} in {folder}: convert a data set into it (`lapbench data --help`), or describe shards "
+                f"made elsewhere with `lapbench data index {folder} --dataset NAME --split NAME=GLOB`"
             )
         try:
             content = json.loads(path.read_text(encoding="utf-8"))

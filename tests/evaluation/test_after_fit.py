@@ -217,8 +217,8 @@ def test_a_killed_run_goes_on_with_what_is_missing(
 def test_two_processes_give_the_result_of_one(
     finished: Path, with_evaluations: Command, again: Command, tmp_path: Path
 ) -> None:
-    """All samples in one step: the result cannot depend on who reads which of them."""
-    probe = ("lapbench.evaluation.LinearProbe", {"epochs": 4, "batch_size": 120, "lr": 0.5})
+    """Both see the same global batches: 4 in an epoch of 120 images."""
+    probe = ("lapbench.evaluation.LinearProbe", {"epochs": 4, "batch_size": 30, "lr": 0.5})
     one, two = (shutil.copytree(finished, tmp_path / name) for name in ("one", "two"))
     assert again(with_evaluations(one, probe)).status == 0
     alone = ("fakes.Fails", {"rank": 1})

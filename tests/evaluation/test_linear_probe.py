@@ -59,7 +59,7 @@ def by_hand(run: Path) -> dict[str, float]:
     velocities, step = [torch.zeros_like(weight), torch.zeros_like(bias)], 0
     for _ in range(3):
         for images, labels in loader:
-            x = features(images)
+            x = features(data.normalize(images))
             error = (x @ weight.T + bias).softmax(1) - torch.nn.functional.one_hot(labels, 10)
             gradients = [error.T @ x / len(x), error.mean(0)]
             lr = 0.5 * (1 + math.cos(math.pi * step / 18)) / 2  # 120 images: 6 steps an epoch
@@ -69,7 +69,7 @@ def by_hand(run: Path) -> dict[str, float]:
             step += 1
     assert step == 18
     images, labels = (torch.cat(part) for part in zip(*data.val_dataloader(), strict=True))
-    logits = features(images) @ weight.T + bias
+    logits = features(data.normalize(images)) @ weight.T + bias
     assert len(labels) == 40
     return {
         "linear/loss": -logits.log_softmax(1).gather(1, labels[:, None]).mean().item(),
@@ -162,8 +162,8 @@ def test_the_runs_data_module_stays_as_it_is(few_digits: Path) -> None:
     assert copy.state_dict() == {}
     labels = torch.cat([labels for _, labels in copy.train_dataloader()])
     assert len(labels) == 120
-    assert {name: copy.state_dict()[name] for name in ("batch_size", "seed", "repeats")} == {
-        "batch_size": 30,
+    assert {name: copy.state_dict()[name] for name in ("global_batch_size", "seed", "repeats")} == {
+        "global_batch_size": 30,
         "seed": 7,
         "repeats": 1,
     }

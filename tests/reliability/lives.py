@@ -1,6 +1,7 @@
 """Trains one run in many lives: each is ended by a signal at a random moment, until the run is finished.
 
-Usage: lives.py SIGNAL LIVES PROCESSES SEED LOG ARGUMENT...   with SIGNAL such as SIGKILL, or NONE for one whole life.
+Usage: lives.py SIGNALS LIVES PROCESSES SEED LOG ARGUMENT...   with SIGNALS such as SIGKILL or SIGTERM,SIGUSR1, of which
+each life gets one, or NONE for one whole life.
 Prints the number of lives that were cut short. The moments are counted in steps of the first process (training,
 validation and test steps) and a few milliseconds more, some from the process's start, so that they do not depend on
 the speed of a machine.
@@ -106,7 +107,7 @@ def life(arguments: list[str], log: str, ranks: int, number: signal.Signals | No
             left = rng.randint(1, 6)
             while left and (steps := os.read(reading, left)):
                 left -= len(steps)
-            time.sleep(rng.uniform(0, 0.03))
+            time.sleep(rng.uniform(0, 0.01))
         for pid in pids:
             os.kill(pid, number)  # one that has ended is still there to be waited for
     while os.read(reading, 1 << 16):
@@ -120,13 +121,13 @@ def life(arguments: list[str], log: str, ranks: int, number: signal.Signals | No
 
 
 def run() -> None:
-    name, lives, ranks, seed, log, *arguments = sys.argv[1:]
+    names, lives, ranks, seed, log, *arguments = sys.argv[1:]
     torch.set_num_threads(1)
-    number = None if name == "NONE" else signal.Signals[name]
+    numbers = [signal.Signals[name] for name in names.split(",") if name != "NONE"]
     rng = random.Random(int(seed))
     cut = 0
-    while number is not None and cut < int(lives):
-        if not life(arguments, log, int(ranks), number, rng):
+    while numbers and cut < int(lives):
+        if not life(arguments, log, int(ranks), rng.choice(numbers), rng):
             sys.exit(f"the run was finished after {cut} lives that were cut short")
         cut += 1
     if life(arguments, log, int(ranks), None, rng):
