@@ -3,7 +3,9 @@
 import json
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,6 +114,7 @@ class AfterFit:
             section = {"checkpoint": self.choice, **found, "seconds": time.monotonic() - begin}
             _check(evaluation.name, section)
         except Exception as error:  # noqa: BLE001  whatever it is, training and the other evaluations stand
+            _keep_traceback(folder, self.trainer.global_rank)
             return {}, _one_line(error)
         return section, None
 
@@ -159,6 +162,12 @@ def _agreed(error: str | None, group: dist.ProcessGroup | None, trainer: pl.Trai
         return None
     rank, text = failed[0]
     return text if len(failed) == trainer.world_size else f"process {rank} of {trainer.world_size}: {text}"
+
+
+def _keep_traceback(folder: Path, rank: int) -> None:
+    """Write where the exception came from beside the evaluation's files; the record has only its reason."""
+    with suppress(OSError):  # a full disk may be what failed the evaluation
+        (folder / f"error-{rank}.txt").write_text(traceback.format_exc(), encoding="utf-8")
 
 
 def _one_line(error: Exception) -> str:

@@ -14,6 +14,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 import lapbench.datamodules.builtin as builtin
+import lapbench.evaluation as evaluation
 import lapbench.tasks as tasks
 from lapbench.config_files import find_config, load_yaml
 from lapbench.errors import UserError
@@ -172,8 +173,8 @@ class CLI(LightningCLI):
 
 
 def _classes() -> list[type]:
-    """The shipped tasks and data modules, whose settings a misspelt key is compared with."""
-    found = [getattr(tasks, name) for name in tasks.__all__]
+    """The shipped tasks, evaluations and data modules, whose settings a misspelt key is compared with."""
+    found = [getattr(room, name) for room in (tasks, evaluation) for name in room.__all__]
     return found + [c for _, c in inspect.getmembers(builtin, inspect.isclass) if issubclass(c, LightningDataModule)]
 
 

@@ -110,6 +110,7 @@ def test_a_failure_leaves_the_rest_alone_and_is_tried_again(
     assert (record.status, record.error, record.checkpoint) == ("finished", None, "last")
     assert record.evaluations["fails"] == {"error": "RuntimeError: out of memory"}
     assert record.evaluations["returns"] == {"error": "TypeError: Object of type Tensor is not JSON serializable"}
+    assert "fakes.py" in (run / "evaluations/fails/error-0.txt").read_text()  # the traceback
     a, b = record.evaluations["a"], record.evaluations["b"]
     # The same for both, though the first one spoils its weights.
     assert list(a["metrics"].values()) == list(b["metrics"].values())
