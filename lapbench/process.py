@@ -30,15 +30,20 @@ def die_with_parent() -> None:
     if not expected:
         return
     os.environ[PARENT_VARIABLE] = str(os.getpid())
+    _ask_for_death_signal()
+    # The parent may have died before the request above: then nothing would ever send the signal.
+    if str(os.getppid()) != expected:
+        raise SystemExit(f"lapbench: the process that started this one ({PARENT_VARIABLE}={expected}) is gone")
+
+
+def _ask_for_death_signal() -> None:
+    """Have the kernel send SIGKILL to this process when the thread that started it ends; only Linux offers this."""
     if sys.platform == "linux":
         import ctypes
 
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    # The parent may have died before the request above: then nothing would ever send the signal.
-    if str(os.getppid()) != expected:
-        raise SystemExit(f"lapbench: the process that started this one ({PARENT_VARIABLE}={expected}) is gone")
 
 
 @contextmanager
@@ -56,14 +61,16 @@ def children_die_with_this_process() -> Iterator[None]:
 
 
 def outlive_stop_signals(worker: int = 0) -> None:
-    """Have a data loader's worker process ignore the signals that ask a run to stop.
+    """Have a data loader's worker process ignore the signals that ask a run to stop, and end with the main process.
 
     Schedulers send them to every process of a job: the workers must go on until the main process has come to the end
-    of its step. After SIGTERM they have ``WORKER_GRACE_SECONDS``, and end with the main process in any case.
+    of its step. After SIGTERM they have ``WORKER_GRACE_SECONDS``. When the main process is killed they end at once:
+    torch's own workers notice only after some seconds, in which they hold the locks that they inherited.
 
     Args:
         worker: the worker's number, as ``DataLoader`` gives it to its ``worker_init_fn``.
     """
+    _ask_for_death_signal()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -77,3 +77,26 @@ def test_the_processes_of_a_run_end_with_its_first() -> None:
     while Path(f"/proc/{pid}/stat").exists() and time.monotonic() < until:
         time.sleep(0.05)  # dead, but not yet waited for by init
     assert time.monotonic() < until
+
+
+def test_a_worker_ends_at_once_with_its_main_process() -> None:
+    reading, writing = os.pipe()
+
+    def work() -> None:
+        def load() -> None:
+            outlive_stop_signals(0)
+            os.write(writing, b"up")
+            time.sleep(60)
+
+        forked(load)
+        time.sleep(60)
+
+    main = forked(work)
+    os.close(writing)
+    assert os.read(reading, 2) == b"up"
+    started = time.monotonic()
+    os.kill(main, signal.SIGKILL)
+    assert ended(main) == -signal.SIGKILL
+    assert os.read(reading, 1) == b""  # nobody is left to write
+    assert time.monotonic() - started < 4
+    os.close(reading)

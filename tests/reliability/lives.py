@@ -110,11 +110,16 @@ def life(arguments: list[str], log: str, ranks: int, number: signal.Signals | No
             time.sleep(rng.uniform(0, 0.01))
         for pid in pids:
             os.kill(pid, number)  # one that has ended is still there to be waited for
-    while os.read(reading, 1 << 16):
-        pass
-    os.close(reading)
-    statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     expected = {None: {0}, signal.SIGKILL: {0, -9}}.get(number, {0, 75, -number} if number else {0})
+    statuses: list[int] = []
+    while len(statuses) < ranks:
+        pid, status = os.wait()
+        pids.remove(pid)
+        statuses.append(os.waitstatus_to_exitcode(status))
+        if statuses[-1] not in expected:
+            for other in pids:  # which may be waiting for this one
+                os.kill(other, signal.SIGKILL)
+    os.close(reading)  # which has room for all steps
     if not set(statuses) <= expected:
         sys.exit(f"expected exit status {expected}, got {statuses}:\n{Path(log).read_text()[-3000:]}")
     return set(statuses) != {0}

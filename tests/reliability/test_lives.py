@@ -10,9 +10,9 @@ import pytest
 
 LIVES = 20
 MODELS = {"layer norm": "vit_tiny_patch16_224", "batch norm": "vit_with_batch_norm"}
-# Everything that draws random numbers or keeps a state of its own; 120 batches, 60 steps, 20 validations.
+# Everything that draws random numbers or keeps a state of its own; 192 batches, 96 steps, 32 validations.
 SETTINGS = (
-    *("--trainer.max_epochs", "10"),
+    *("--trainer.max_epochs", "16"),
     *("--trainer.limit_train_batches", "12"),
     *("--trainer.val_check_interval", "0.5"),
     *("--trainer.accumulate_grad_batches", "2"),
