@@ -47,7 +47,7 @@ def _check_stage(stage: Setting, earlier: Sequence[str], stages: Sequence[str], 
     found = False
     for key, value in stage.keys.items():
         if not isinstance(value, str):
-            _refuse(key, value, stages, where, f"give it a key of its own, {key}....: '{{STAGE}}', with quotes")
+            _refuse(key, value, stages, where, "expected a string, in quotes, under a key of its own")
             continue
         for name in _REFERENCE.findall(value):
             if name not in earlier:

@@ -274,7 +274,7 @@ def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ({"pre": {}, "b": {"k": "{b}"}}, "key 'k': {b}: no earlier stage: expected one of pre"),
         ({"a": {}, "b": {"k": "{c}"}, "c": {"k": "{a}"}}, "key 'k': {c}: no earlier stage: expected one of a"),
         ({"a": {}, "b": {"k": 1}}, "stage 'b': expected a key that refers to an earlier stage, such as"),
-        ({"a": {}, "b": {"k": {"a": None}}}, "key 'k': {a} is not replaced by a folder here: give it a key of its own"),
+        ({"a": {}, "b": {"k": {"a": None}}}, "key 'k': {a} is not replaced by a folder here: expected a string, in"),
         ({"a": {}, "b": {"k": [{"l": "{a}"}]}}, "key 'k': {a} is not replaced by a folder here"),
         ({"a": {"seed_everything": 3}}, "key 'seed_everything': expected in one place, got stages and axis 'seed'"),
         ({"a": {"trainer.max_epochs": 3}}, "key 'trainer.max_epochs': expected in one place, got stages and overrides"),
