@@ -32,7 +32,8 @@ def main(argv: list[str]) -> int:
     try:
         result, already = COMMANDS[arguments.command].run(arguments)
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted: the same command goes on where this one stopped (a tokenizer begins anew)\n")
+        again = "begins anew" if arguments.command == "tokenizer" else "goes on where this one stopped"
+        sys.stderr.write(f"interrupted: the same command {again}\n")
         return 130
     sys.stdout.write(report(result, already, str(arguments.out)))
     return 0
