@@ -1,6 +1,7 @@
 """The progress bar of a conversion, on stderr: images done, rate and time left."""
 
 import sys
+from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
@@ -49,3 +50,8 @@ def notice(text: str, shown: bool = True) -> None:
     if shown:
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
+
+
+def waiting(folder: Path, shown: bool = True) -> None:
+    """Say that another process converts into ``folder``."""
+    notice(f"another process is converting into {folder}: waiting for it", shown)
