@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from lapbench.datamodules.conversations import check_messages
-from lapbench.datamodules.convert.chat_sources import CHAT_SOURCES, ChatSource, gsm8k_plain
+from lapbench.datamodules.convert.chat_schemas import SCHEMAS, Schema, gsm8k_plain
 from lapbench.datamodules.convert.progress import Bar
 from lapbench.datamodules.convert.rows import Row, count_rows, find_files, read_rows
 from lapbench.errors import UserError
@@ -24,7 +24,7 @@ class Converted(NamedTuple):
 
 def convert_chat(
     name: str,
-    source: ChatSource,
+    schema: Schema,
     files: Sequence[Path],
     out: Path,
     *,
@@ -34,8 +34,8 @@ def convert_chat(
     """Write the conversations of ``files`` to the new file ``out``, which appears when it is whole.
 
     Args:
-        name: The data set's name, written to each line as ``source`` unless the row names its own.
-        source: What a row of the data set means.
+        name: The data set's name, written to each line as ``source``.
+        schema: What a row of the data set means.
         files: Parquet and JSONL files.
         out: A new file.
         skip_invalid: Leave out rows that make no conversation, instead of stopping at the first.
@@ -46,14 +46,14 @@ def convert_chat(
     """
     if out.exists():
         raise UserError(f"--out {out} exists already: choose another file, or delete that one")
-    total = sum(count_rows(path, source.columns, source.wrapper) for path in files)
+    total = sum(count_rows(path, schema.columns, schema.wrapper) for path in files)
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         try:
             with temporary.open("wb") as stream, Bar(name, total, progress, unit="rows") as bar:
-                rows = (row for path in files for row in read_rows(path, source.columns, source.wrapper))
-                conversations, invalid = _write(stream, name, source, _counted(rows, bar), skip_invalid)
+                rows = (row for path in files for row in read_rows(path, schema.columns, schema.wrapper))
+                conversations, invalid = _write(stream, name, schema, _counted(rows, bar), skip_invalid)
                 size = stream.tell()
                 stream.flush()
                 os.fsync(stream.fileno())
@@ -69,28 +69,26 @@ def convert_chat(
 
 
 def _write(
-    stream: IO[bytes], name: str, source: ChatSource, rows: Iterator[Row], skip_invalid: bool
+    stream: IO[bytes], name: str, schema: Schema, rows: Iterator[Row], skip_invalid: bool
 ) -> tuple[int, list[str]]:
     """Write a line for each row; returns their number and the invalid rows."""
     conversations, invalid = 0, []
     for place, row in rows:
         try:
-            messages = check_messages(_messages(source, row, place), place)
+            messages = check_messages(_messages(schema, row, place), place)
         except UserError as error:
             if not skip_invalid:
                 raise UserError(f"{error} (--skip-invalid leaves such rows out)") from error
             invalid.append(str(error))
             continue
-        origin = row.get("source")
-        line: dict[str, Any] = {"messages": messages, "source": origin if isinstance(origin, str) else name}
-        stream.write(json.dumps(line).encode() + b"\n")
+        stream.write(json.dumps({"messages": messages, "source": name}).encode() + b"\n")
         conversations += 1
     return conversations, invalid
 
 
-def _messages(source: ChatSource, row: dict[str, Any], place: str) -> Any:
+def _messages(schema: Schema, row: dict[str, Any], place: str) -> Any:
     try:
-        return source.messages(row)
+        return schema.messages(row)
     except UserError as error:
         raise UserError(f"{place}: {error}") from error
 

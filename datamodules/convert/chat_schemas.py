@@ -1,7 +1,7 @@
 """Data sets of questions and conversations to conversation JSONL (see `conversations`), from local parquet or JSONL
 files in the Hugging Face schemas:
 
-- SmolTalk: ``messages`` (a list of ``role`` and ``content``) and ``source``; a blank system message is left out;
+- SmolTalk: ``messages``, a list of ``role`` and ``content``; a blank system message is left out;
 - MMLU: ``question``, ``choices``, ``answer`` (the number of the right choice), also inside a struct ``train``, where the
   auxiliary split has them;
 - ARC: ``question``, ``choices`` (``text`` and ``label``), ``answerKey``; the choices become A, B, C, ... whatever their
@@ -25,7 +25,7 @@ Content = str | list[dict[str, str]]
 Messages = list[dict[str, Any]]
 
 
-class ChatSource(NamedTuple):
+class Schema(NamedTuple):
     """A data set: its title, its columns, the split that is read unless told, and a row's messages.
 
     ``messages`` raises UserError that says what is wrong with the row, but not where it is. ``wrapper`` may name a
@@ -97,13 +97,13 @@ def gsm8k_plain(row: Mapping[str, Any]) -> Messages:
     return _turns(_text(row, "question"), _CALCULATION.sub("", _answer(row)))
 
 
-CHAT_SOURCES = {
-    "smoltalk": ChatSource("SmolTalk", ("messages",), "train", smoltalk),
-    "mmlu-auxiliary": ChatSource(
+SCHEMAS = {
+    "smoltalk": Schema("SmolTalk", ("messages",), "train", smoltalk),
+    "mmlu-auxiliary": Schema(
         "MMLU's auxiliary training questions", ("question", "choices", "answer"), "auxiliary_train", mmlu, "train"
     ),
-    "gsm8k": ChatSource("GSM8K", ("question", "answer"), "train", gsm8k),
-    "arc": ChatSource("ARC (Easy or Challenge)", ("question", "choices", "answerKey"), "train", arc),
+    "gsm8k": Schema("GSM8K", ("question", "answer"), "train", gsm8k),
+    "arc": Schema("ARC (Easy or Challenge)", ("question", "choices", "answerKey"), "train", arc),
 }
 
 
