@@ -104,8 +104,8 @@ class TokenShardWriter:
         self.tokenizer = tokenizer
         self.loss = loss
         self._shard_tokens = shard_tokens
-        self._settings = {"tokenizer_sha256": tokenizer.sha256, "shard_tokens": shard_tokens, "loss": loss}
-        self._settings |= dict(settings or {})
+        self._settings = {**(settings or {}), "shard_tokens": shard_tokens, "loss": loss}
+        self._settings["tokenizer_sha256"] = tokenizer.sha256
         self._origin = origin
         self._progress = progress
         self._splits: dict[str, _Split] = {}
