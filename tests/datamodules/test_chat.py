@@ -79,6 +79,13 @@ def chat(folder):
     return make
 
 
+@pytest.fixture
+def all_rows(chat):
+    """Shards, their format and all conversations of the three files."""
+    data = chat(["a", "b", "long"], loss_on="all", stage="predict")
+    return data._files, data._format(), data._rows()
+
+
 def naive(folder, name, tokenizer):
     """The rendered conversations of a file."""
     lines = (folder / f"{name}.jsonl").read_text().splitlines()
@@ -451,22 +458,18 @@ data:
     assert data.report()["conversations"] == 2 * 32 + 4
 
 
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    st.booleans(), st.booleans(), st.integers(1, 4), st.integers(0, 3), st.integers(1, 5), st.integers(5, 80), st.data()
-)
-def test_any_layout(chat, packing, training, ranks, workers, batch_size, context, data):
-    module = chat(["a", "b", "long"], context=context, packing=packing, loss_on="all")
-    rows = module._rows()
-    drawn, total = [], 0
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from([PackedChats, SingleChats]), st.booleans(), RANKS, WORKERS, BATCHES, CONTEXTS, st.data())
+def test_any_layout(all_rows, kind, training, ranks, workers, batch_size, context, data):
+    files, form, rows = all_rows
+    drawn, predicted = [], 0
     for rank in range(ranks):
-        reader = (PackedChats if packing else SingleChats)(
-            module._files, module._format(), context, rows, False, not training
-        )
+        reader = kind(files, form, context, rows, masked=False, whole=not training)
+        (samples,) = reader.counts()
         try:
-            order = IndexOrder(Plan(reader.counts(), batch_size, training, 3, 1, rank, ranks), reader)
+            order = IndexOrder(Plan((samples,), batch_size, training, 3, 1, rank, ranks), reader)
         except UserError:
-            assert reader.counts()[0] < batch_size * ranks
+            assert samples < batch_size * ranks
             return
         stream = TokenStream(order, context)
 
@@ -480,10 +483,12 @@ def test_any_layout(chat, packing, training, ranks, workers, batch_size, context
         for one, other in zip(in_turn(start), batches[start:], strict=True):
             assert all(map(torch.equal, one.batch, other.batch))
         drawn += [tuple(row) for batch in batches for row in batch.batch[0].tolist()]
-        total += sum(int((batch.batch[1] != IGNORED).sum()) for batch in batches)
-    lengths = np.minimum(rows.length, context + 1)
+        predicted += sum(int((batch.batch[1] != IGNORED).sum()) for batch in batches)
+    samples_of_all = [tuple(stream._pair(reader.read(place))[0].tolist()) for place in range(samples)]
     if training:
-        assert len(drawn) == reader.counts()[0] // (batch_size * ranks) * batch_size * ranks
+        assert len(drawn) == samples // (batch_size * ranks) * batch_size * ranks
+        assert not Counter(drawn) - Counter(samples_of_all)
     else:
-        assert len(drawn) == reader.counts()[0]
-        assert total == (int(rows.length.sum()) - 1 if packing else int((lengths - 1).sum()))
+        assert drawn == samples_of_all
+        tokens = int(rows.length.sum()) - 1, int(np.minimum(rows.length - 1, context).sum())
+        assert predicted == tokens[kind is SingleChats]
