@@ -410,6 +410,8 @@ def test_mistakes_in_the_files(chat, folder, tmp_path):
         with pytest.raises(UserError) as error:
             chat([source])
         assert message in str(error.value)
+    with pytest.raises(UserError, match=r"val_sources\[0\] has the same conversations as sources\[1\]: .*b\.jsonl"):
+        chat(["a", "b"], val_sources=[chat.source("b")])
     with pytest.raises(UserError, match=r"val_fraction 0\.01 of 10 conversations of sources\[0\] .* holds out 0"):
         chat(["b"], val_fraction=0.01)
     with pytest.raises(UserError, match=r"one training step takes 64 samples .*in Chat, a sample is a conv"):
