@@ -33,7 +33,10 @@ def main(argv: list[str]) -> int:
     try:
         result, already = COMMANDS[arguments.command].run(arguments)
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted: the same command goes on where this one stopped (a single file begins anew)\n")
+        again = (
+            "begins anew" if arguments.command in ("tokenizer", *chat.COMMANDS) else "goes on where this one stopped"
+        )
+        sys.stderr.write(f"interrupted: the same command {again}\n")
         return 130
     sys.stdout.write(report(result, already, str(arguments.out)))
     return 0

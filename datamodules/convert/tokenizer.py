@@ -5,6 +5,7 @@ most two digits make a piece. The special tokens take the last numbers of the vo
 """
 
 import argparse
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -123,7 +124,7 @@ def _run(arguments: argparse.Namespace) -> tuple[Trained, bool]:
     if arguments.out.exists():
         raise UserError(f"--out {arguments.out} exists: data may have been made with it, so it is not replaced")
     texts = _Texts(_documents(arguments.source), arguments.max_chars)
-    tokenizer = train_tokenizer(texts, arguments.vocab_size, arguments.out, progress=True)
+    tokenizer = train_tokenizer(texts, arguments.vocab_size, arguments.out, progress=sys.stderr.isatty())
     tokens = sum(map(len, tokenizer.encode_batch(texts.first)))
     size = sum(len(text.encode()) for text in texts.first)
     return Trained(tokenizer, texts.documents, texts.characters, size / max(tokens, 1)), False

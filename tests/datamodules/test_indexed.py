@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lapbench.datamodules import images, indexed
+from lapbench.datamodules import indexed, sharded
 from lapbench.datamodules.convert.index import index
 from lapbench.datamodules.images import ImageShards
 from lapbench.datamodules.indexed import IndexReader
@@ -269,11 +269,11 @@ def test_a_shard_that_changed_under_its_index_is_refused(tmp_path):
 def test_held_out_samples_are_the_rest_on_all_ranks(tmp_path, monkeypatch, reader, workers):
     write_shards(tmp_path, (9, 4, 17))
     monkeypatch.setattr(Ten, "train_split", "all")
-    monkeypatch.setattr(images, "_distributed", lambda: True)
-    monkeypatch.setattr(images.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(sharded, "_distributed", lambda: True)
+    monkeypatch.setattr(sharded.dist, "get_world_size", lambda: 2)
     train, validation = [], []
     for rank in range(2):
-        monkeypatch.setattr(images.dist, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(sharded.dist, "get_rank", lambda rank=rank: rank)
         data = Ten(str(tmp_path), 1, num_workers=workers, image_size=8, val_fraction=0.2, reader=reader)
         data.setup("fit")
         for loader, found in ((data.train_dataloader(), train), (data.val_dataloader(), validation)):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from lapbench.datamodules import FineWebEdu, PyDocs, TextShards
+from lapbench.datamodules import FineWebEdu, PyDocs, TextShards, sharded
 from lapbench.datamodules.convert.tokenizer import train_tokenizer
 from lapbench.datamodules.token_manifest import TokenManifest
 from lapbench.datamodules.token_shards import Format, TokenFile, open_shard
@@ -117,6 +117,24 @@ def test_a_context_longer_than_every_validation_shard(folder):
     ((inputs, targets),) = data_of(folder, context=30, eval_batch_size=9).val_dataloader()
     assert inputs.shape == (3, 30)
     assert (targets != -100).sum(1).tolist() == [16, 2, 2]
+
+
+@both
+def test_ranks_share_the_data(folder, monkeypatch, reader):
+    monkeypatch.setattr(sharded, "_distributed", lambda: True)
+    monkeypatch.setattr(sharded.dist, "get_world_size", lambda: 2)
+    train, validation = [], []
+    for rank in range(2):
+        monkeypatch.setattr(sharded.dist, "get_rank", lambda rank=rank: rank)
+        data = data_of(folder, reader=reader)
+        train.append(rows(data.train_dataloader()))
+        validation += [token for _, row in rows(data.val_dataloader()) for token in row if token != -100]
+        assert data.report()["predicted"] == 2 * 2 * 3 * 5
+    assert [len(part) for part in train] == [6, 6]
+    left = full_windows(folder, 5)
+    for row in train[0] + train[1]:
+        left.remove(row)
+    assert validation == [token for tokens, _ in arrays(folder, "val") for token in tokens[1:]]
 
 
 def test_report(folder):

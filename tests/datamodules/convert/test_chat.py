@@ -209,6 +209,18 @@ def test_what_is_there_is_not_replaced(converted, tmp_path):
     assert (tmp_path / "out.jsonl").read_text() == "{}\n"
 
 
+def test_an_interrupted_conversion_leaves_nothing(converted, tmp_path, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lapbench.datamodules.convert.chat.os.replace", stop)
+    outcome, lines = converted("gsm8k", [GSM])
+    assert outcome.status == 130
+    assert outcome.err.endswith("interrupted: the same command begins anew\n")
+    assert lines is None
+    assert [path.name for path in tmp_path.iterdir()] == ["train.parquet"]
+
+
 def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")

@@ -97,6 +97,16 @@ def test_bad_files(tmp_path: Path, name: str, content: bytes, message: str) -> N
     assert not (tmp_path / "t.json").exists()
 
 
+def test_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / "a.txt").write_text(TEXTS[0])
+    monkeypatch.setattr("lapbench.datamodules.convert.tokenizer.train_tokenizer", interrupt)
+    assert main(["tokenizer", "--source", str(tmp_path / "a.txt"), "--out", str(tmp_path / "t.json")]) == 130
+    assert capsys.readouterr().err == "interrupted: the same command begins anew\n"
+
+
 def test_no_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--source .*/x\*\.txt: no such file$"):
         main(["tokenizer", "--source", f"{tmp_path}/x*.txt", "--out", str(tmp_path / "t.json")])
