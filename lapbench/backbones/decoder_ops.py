@@ -77,7 +77,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
         scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.size(-1)).add_(eps).rsqrt_()
-        y = x * scale
+        y: Tensor = x * scale
         ctx.save_for_backward(y, scale)
         return y
 

@@ -133,13 +133,11 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     paths = sorted(folder.glob("model*.safetensors"))
     if not paths:
         raise UserError(f"import: expected model.safetensors in {folder}, found none")
-    state: dict[str, Tensor] = {}
-    for path in paths:
-        try:
-            state.update(safetensors.torch.load_file(path))
-        except safetensors.SafetensorError as error:
-            raise UserError(f"import: {path} is damaged ({error})") from error
-    return state
+    try:
+        parts = [safetensors.torch.load_file(path) for path in paths]
+    except safetensors.SafetensorError as error:
+        raise UserError(f"import: the weights in {folder} are damaged ({error})") from error
+    return {name: t for part in parts for name, t in part.items()}
 
 
 def _special_tokens(tokenizer: Path | None) -> dict[str, int | None]:
