@@ -27,8 +27,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         a, b = x.chunk(2, dim=-1)
         return torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1)
+    if not torch.is_grad_enabled():
+        return _rotated(x, cos, sin)
     rotated: Tensor = _Rotate.apply(x, cos, sin)
     return rotated
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    a, b = x.chunk(2, dim=-1)
+    out_a, out_b = out.chunk(2, dim=-1)
+    torch.mul(a, cos, out=out_a).addcmul_(b, sin)
+    torch.mul(b, cos, out=out_b).addcmul_(a, sin, value=-1)
+    return out
 
 
 class _Rotate(torch.autograd.Function):
@@ -37,12 +48,7 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        out = x * torch.cat([cos, cos], dim=-1)
-        a, b = x.chunk(2, dim=-1)
-        out_a, out_b = out.chunk(2, dim=-1)
-        out_a.addcmul_(b, sin)
-        out_b.addcmul_(a, sin, value=-1)
-        return out
+        return _rotated(x, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -67,8 +73,14 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float | None) -> Tensor:
     # Half precision keeps torch's own, which sums in float32.
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64) or torch.compiler.is_compiling():
         return F.rms_norm(x, (x.size(-1),), weight, eps)
-    normed: Tensor = _RMSNorm.apply(x, torch.finfo(x.dtype).eps if eps is None else eps)
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    normed: Tensor = _RMSNorm.apply(x, eps) if torch.is_grad_enabled() else _normed(x, eps)[0]
     return normed if weight is None else normed * weight
+
+
+def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.size(-1)).add_(eps).rsqrt_()
+    return x * scale, scale
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -76,8 +88,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
-        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.size(-1)).add_(eps).rsqrt_()
-        y: Tensor = x * scale
+        y, scale = _normed(x, eps)
         ctx.save_for_backward(y, scale)
         return y
 

@@ -22,6 +22,8 @@ def blend(attended: Tensor, value: Tensor, groups: Groups) -> Tensor:
     """
     if torch.compiler.is_compiling():
         return _blend_pointwise(attended, value, groups)
+    if torch.is_inference_mode_enabled():  # what apply does besides takes longer than one token's heads
+        return _Blend.forward(attended, value, groups)
     blended: Tensor = _Blend.apply(attended, value, tuple(groups))
     return blended
 
