@@ -1,4 +1,4 @@
-"""Rotary embedding and RMSNorm with gradients of their own, which take fewer passes over memory than autograd's."""
+"""Rotary embedding, RMSNorm and SwiGLU with gradients of their own, which take less memory and fewer passes over it."""
 
 from typing import Any
 
@@ -74,8 +74,11 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float | None) -> Tensor:
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64) or torch.compiler.is_compiling():
         return F.rms_norm(x, (x.size(-1),), weight, eps)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
-    normed: Tensor = _RMSNorm.apply(x, eps) if torch.is_grad_enabled() else _normed(x, eps)[0]
-    return normed if weight is None else normed * weight
+    if not torch.is_grad_enabled():
+        normed, _ = _normed(x, eps)
+        return normed if weight is None else normed.mul_(weight)
+    out: Tensor = _RMSNorm.apply(x, eps) if weight is None else _WeightedRMSNorm.apply(x, weight, eps)
+    return out
 
 
 def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -99,3 +102,51 @@ class _RMSNorm(torch.autograd.Function):
         y, scale = ctx.saved_tensors
         dot: Tensor = torch.linalg.vecdot(grad, y).unsqueeze(-1).div_(-y.size(-1))
         return torch.addcmul(grad, y, dot).mul_(scale), None
+
+
+class _WeightedRMSNorm(torch.autograd.Function):
+    """With w: dx = r (w dy - n mean(n w dy)) and dw = sum(n dy), n = r x the normalised input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        normed, scale = _normed(x, eps)
+        ctx.save_for_backward(x, weight, scale)
+        return normed.mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (grad,) = grads
+        x, weight, scale = ctx.saved_tensors
+        normed = x * scale
+        product = grad * normed
+        grad_weight = product.flatten(0, -2).sum(dim=0)
+        dot = (product @ weight).unsqueeze(-1).div_(-x.size(-1))
+        grad_x: Tensor = torch.mul(grad, weight, out=product).addcmul_(normed, dot).mul_(scale)
+        return grad_x, grad_weight, None
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) up (arXiv 2002.05202, eq. 5); the gradient of its gradient is not available."""
+    if torch.compiler.is_compiling():
+        return F.silu(gate) * up
+    out: Tensor = _SwiGLU.apply(gate, up) if torch.is_grad_enabled() else F.silu(gate).mul_(up)
+    return out
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Keeps gate and up only, and computes silu(gate) again."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        (grad,) = grads
+        gate, up = ctx.saved_tensors
+        grad_gate = grad * up
+        torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
+        return grad_gate, F.silu(gate).mul_(grad)
