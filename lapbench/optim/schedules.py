@@ -61,8 +61,8 @@ def build_scheduler(optimizer: Optimizer, settings: LRSchedule, *, total: int, w
     """A torch scheduler to be stepped once after each optimizer step; all groups go by one factor of their own peaks.
 
     Raises:
-        UserError: The warm-up is as long as the training, or longer with the warm-down; the peak is not above 0; another
-            rate is above the peak.
+        UserError: Warm-up and warm-down do not fit into the training, the peak is not above 0, or another rate is above
+            the peak.
     """
     if not 0 <= warmup < total:
         key = "warmup_epochs" if settings.warmup_steps is None else "warmup_steps"
