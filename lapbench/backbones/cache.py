@@ -23,7 +23,7 @@ class KVCache:
         device: By default the model's.
 
     Attributes:
-        length: Tokens held, padding included.
+        length: Tokens held of each sequence, padding included.
         capacity: Most tokens.
         padding: As given.
     """
@@ -83,3 +83,4 @@ class KVCache:
         self._sums = {layer: sums[rows] for layer, sums in self._sums.items()}
         if self.padding is not None:
             self.padding = self.padding[rows]
+            self.least_padding = int(self.padding.min())

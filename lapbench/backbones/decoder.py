@@ -95,7 +95,7 @@ class Decoder(nn.Module):
             cache: Keys and values of the tokens before, to which those of ``tokens`` are added.
 
         Returns:
-            [B, T, V], in float32 where they are soft-capped.
+            [B, T, V], in float32 at least where they are soft-capped.
 
         Raises:
             UserError: Sequences longer than the context.
@@ -118,7 +118,9 @@ class Decoder(nn.Module):
         """Logits [..., V] of tokens [..., D] after the last norm."""
         logits: Tensor = self.head(x)
         cap = self.architecture.softcap
-        return cap * torch.tanh(logits.float() / cap) if cap else logits
+        if cap:
+            logits = cap * torch.tanh(logits.to(torch.promote_types(logits.dtype, torch.float32)) / cap)
+        return logits
 
     def forward_intermediates(
         self, x: Tensor, indices: int | Sequence[int] | None = None, *, norm: bool = False
@@ -133,11 +135,13 @@ class Decoder(nn.Module):
         Returns:
             For each block in order of depth, [B, T, D].
         """
-        blocks = range(self.num_layers)
-        chosen = {*(blocks if indices is None else blocks[-indices:] if isinstance(indices, int) else indices)}
-        if not all(-self.num_layers <= i < self.num_layers for i in chosen):
-            raise IndexError(f"indices: the model has {self.num_layers} blocks, got {sorted(chosen)}")
-        chosen = {blocks[i] for i in chosen}
+        depth = self.num_layers
+        wanted = (
+            range(depth - indices, depth) if isinstance(indices, int) else range(depth) if indices is None else indices
+        )
+        if not all(-depth <= i < depth for i in wanted):
+            raise IndexError(f"indices: the model has {depth} blocks, got {indices}")
+        chosen = {i % depth for i in wanted}
         tokens, now = self._embed(x, None, None)
         taken = []
         for i, block in enumerate(self.blocks[: max(chosen, default=-1) + 1]):
@@ -270,12 +274,10 @@ def load_decoder_weights(decoder: Decoder, weights: str | Path | Mapping[str, Te
     state = without_prefixes(weights, own)
     if decoder.architecture.tied and "embedding.weight" in state:
         state.setdefault("head.weight", state["embedding.weight"])
-    for what, names in (
-        ("it lacks", [n for n in own if n not in state]),
-        ("it has, and the model has not,", [n for n in state if n not in own]),
-    ):
-        if names:
-            raise UserError(f"weights {where}: {what} {len(names)} of {len(own)} tensors, the first {names[0]}")
+    if missing := [name for name in own if name not in state]:
+        raise UserError(f"weights {where}: {len(missing)} of the model's tensors are missing, the first {missing[0]}")
+    if unexpected := [name for name in state if name not in own]:
+        raise UserError(f"weights {where}: {len(unexpected)} tensors are not the model's, the first {unexpected[0]}")
     for name, tensor in state.items():
         if tensor.shape != own[name].shape:
             raise UserError(
