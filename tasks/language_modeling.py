@@ -47,6 +47,7 @@ class LanguageModeling(pl.LightningModule):
         UserError: Settings that contradict each other.
     """
 
+    step_sums: Tensor
     token_bytes: Tensor
 
     def __init__(
