@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lapbench.backbones.cache import KVCache
-from lapbench.backbones.decoder_layers import Attention, Block, Pass, build_norm, rotary_table
+from lapbench.backbones.decoder_layers import Attention, Block, Pass, build_norm
+from lapbench.backbones.decoder_ops import rotary_table
 from lapbench.backbones.decoder_presets import Architecture, DecoderSettings, resolve
 from lapbench.backbones.weights import read_state, without_prefixes
 from lapbench.errors import UserError
@@ -136,11 +137,11 @@ class Decoder(nn.Module):
             For each block in order of depth, [B, T, D].
         """
         depth = self.num_layers
-        wanted = (
-            range(depth - indices, depth) if isinstance(indices, int) else range(depth) if indices is None else indices
-        )
+        if isinstance(indices, int):
+            indices = range(-indices, 0)
+        wanted = range(depth) if indices is None else indices
         if not all(-depth <= i < depth for i in wanted):
-            raise IndexError(f"indices: the model has {depth} blocks, got {indices}")
+            raise IndexError(f"indices: the model has {depth} blocks, got {list(wanted)}")
         chosen = {i % depth for i in wanted}
         tokens, now = self._embed(x, None, None)
         taken = []
