@@ -9,21 +9,28 @@ import pytest
 import torch
 import yaml
 
-from lapbench.backbones.vision import VisionBackbone
+from lapbench.backbones import Decoder, VisionBackbone
 from lapbench.config_files import CONFIGS, config_names, find_config, load_yaml
 from lapbench.datamodules import ImageShards
+from lapbench.datamodules.sharded import ShardedData
 from lapbench.sweeps.grid import load_sweep
 from lapbench.training.parser import CLI
 
-PRESETS = [name for name in config_names("supervised") if "/presets/" in name]
-COMPLETE = [name for name in config_names("supervised") if name not in PRESETS]
 SWEEPS = config_names("sweeps")
+PRESETS = [name for name in config_names() if "/presets/" in name]
+COMPLETE = [name for name in config_names() if name not in PRESETS + SWEEPS]
+IMAGES = [name for name in COMPLETE if name.startswith("supervised/")]
+LANGUAGE = [name for name in COMPLETE if name.startswith("language/")]
+TASKS = ("lapbench.tasks.ImageClassification", "lapbench.tasks.LanguageModeling")
 PAIRS = [
     (config, preset)
     for config in COMPLETE
     for preset in PRESETS
+    if config.partition("/")[0] == preset.partition("/")[0]
     # It is for the two configs of small images whose model has patches of another size by itself.
-    if not preset.endswith("upscaled224") or "cifar" in config
+    and (not preset.endswith("upscaled224") or "cifar" in config)
+    # nanochat's are for its own models.
+    and (config not in LANGUAGE or "/d20_" in config)
 ]
 
 
@@ -62,10 +69,40 @@ def test_the_names_are_those_that_the_documentation_promises() -> None:
         COMPLETE
     )
     assert {f"supervised/presets/{n}" for n in ("deit3", "authors")} <= set(PRESETS)
-    assert {"sweeps/quickstart", "sweeps/table1"} <= set(SWEEPS)
+    assert {f"language/{n}" for n in ("pydocs", "d20_pretrain", "d20_midtrain", "d20_sft", "postnorm")} <= set(COMPLETE)
+    assert {f"language/presets/{n}" for n in ("oct2025", "jan2026")} <= set(PRESETS)
+    assert {f"sweeps/{n}" for n in ("quickstart", "table1", "language_tiny", "table2")} <= set(SWEEPS)
+    assert sorted(IMAGES + LANGUAGE) == sorted(COMPLETE)
 
 
-@pytest.mark.parametrize("configs", [(name,) for name in COMPLETE] + PAIRS, ids=" ".join)
+def of(family: list[str]) -> list[tuple[str, ...]]:
+    """The configs of a family, alone and under each preset."""
+    return [(name,) for name in family] + [pair for pair in PAIRS if pair[0] in family]
+
+
+@pytest.mark.parametrize("configs", of(LANGUAGE), ids=" ".join)
+def test_a_language_config_builds_its_model_and_data(configs: tuple[str, ...]) -> None:
+    cli = parse(*configs)
+    with torch.device("meta"):
+        built = cli.parser.instantiate(cli.config)
+    data, task = built["data"], built["model"]
+    assert isinstance(data, ShardedData)
+    assert isinstance(task.backbone, Decoder)
+    assert task.backbone.schedule.name == "0L"
+    assert data.context == task.backbone.context
+    trainer, run = cli.config.trainer, cli.config.run
+    assert (trainer.max_epochs or 0) > 0 or trainer.max_steps > 0
+    assert (run.monitor, run.monitor_mode, run.test) == ("val/bits_per_byte", "min", "none")
+    if trainer.max_steps > 0:  # the last step is validated
+        assert trainer.max_steps % trainer.val_check_interval == 0
+    if "/d20_" in configs[0]:
+        assert sum(p.numel() for p in task.backbone.parameters()) == 560_988_160
+        january = configs[-1].endswith("jan2026")
+        assert task.muon_settings.embedding_lr == (0.3 if january else 0.2)
+        assert task.backbone.architecture.head_std == (0.001 if january else 0.0)
+
+
+@pytest.mark.parametrize("configs", of(IMAGES), ids=" ".join)
 def test_a_config_builds_its_model_and_data(configs: tuple[str, ...]) -> None:
     cli = parse(*configs)
     with torch.device("meta"):  # shapes and settings without the work of first weights
@@ -171,7 +208,7 @@ def test_the_commands_of_a_header_name_configs_and_keys_that_exist(header: tuple
     assert name in {find_config(found, below).relative_to(CONFIGS).with_suffix("").as_posix() for found in named}
     for command in re.findall(r"lapbench fit ([^\n]*)", joined):
         words = command.partition("(")[0].split()
-        assert parse(arguments=tuple(words)).config.model.class_path == "lapbench.tasks.ImageClassification"
+        assert parse(arguments=tuple(words)).config.model.class_path in TASKS
 
 
 def test_every_config_is_a_file_that_a_wheel_takes() -> None:

@@ -11,8 +11,9 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 
-from lapbench.tasks.classification import NonFiniteLossError
+from lapbench.tasks.steps import NonFiniteLossError
 from lapbench.training.damaged import DamagedImages
 from lapbench.training.exact_resume import ExactResume
 from lapbench.training.recording import RecordWriter
@@ -120,7 +121,19 @@ class EpochLines(Checkpoint):
         if time.monotonic() < self._next and epoch != trainer.max_epochs:
             return
         self._next = time.monotonic() + self.every_seconds
-        names = ("train/loss_epoch", "val/loss", "val/top1", "train/samples_per_second")
-        metrics = trainer.callback_metrics
-        text = "  ".join(f"{name} {float(metrics[name]):.4g}" for name in names if name in metrics)
-        print(f"epoch {epoch}/{trainer.max_epochs}  {text}", file=sys.stderr, flush=True)
+        # A length in steps has no number of epochs.
+        total = f"/{trainer.max_epochs}" if (trainer.max_epochs or 0) > 0 else f", step {trainer.global_step}"
+        print(f"epoch {epoch}{total}  {_shown(trainer)}", file=sys.stderr, flush=True)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Prints the step and its metrics, after a validation within an epoch."""
+        within = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking and not trainer.is_last_batch
+        if within and trainer.is_global_zero and time.monotonic() >= self._next:
+            self._next = time.monotonic() + self.every_seconds
+            print(f"step {trainer.global_step}  {_shown(trainer)}", file=sys.stderr, flush=True)
+
+
+def _shown(trainer: pl.Trainer) -> str:
+    names = ("train/loss_epoch", "val/loss", "val/top1", "val/bits_per_byte", "train/samples_per_second")
+    metrics = trainer.callback_metrics
+    return "  ".join(f"{name} {float(metrics[name]):.4g}" for name in names if name in metrics)
