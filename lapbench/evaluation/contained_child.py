@@ -13,23 +13,21 @@ import sys
 _LIBRARY = (
     "abc array ast base64 bisect calendar cmath collections contextlib copy csv dataclasses datetime decimal difflib "
     "enum fractions functools hashlib heapq io itertools json locale math numbers operator pprint queue random re "
-    "secrets signal socket statistics string struct textwrap threading time traceback typing types unicodedata uuid zlib"
+    "secrets signal socket statistics string struct textwrap threading time traceback typing types unicodedata uuid"
 )
 _NOBODY = 65534
 _MEGABYTE = 1 << 20
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _SIGKILL = 9
 # What no answer to a question about a function has to do, by the names of Python's audit events.
-_FORBIDDEN = frozenset(
-    (
-        "os.chflags os.chmod os.chown os.exec os.fork os.forkpty os.kill os.killpg os.link os.posix_spawn os.remove "
-        "os.rename os.rmdir os.setxattr os.spawn os.symlink os.system os.truncate os.utime pty.spawn shutil.chown "
-        "shutil.move shutil.rmtree signal.pthread_kill socket.bind socket.connect socket.sendto subprocess.Popen "
-        "ctypes.dlopen"
-    ).split()
+_FORBIDDEN = (
+    "ctypes.dlopen os.chflags os.chmod os.chown os.exec os.fork os.forkpty os.kill os.killpg os.link os.posix_spawn "
+    "os.remove os.rename os.rmdir os.setxattr os.spawn os.symlink os.system os.truncate os.utime pty.spawn "
+    "shutil.chown shutil.move shutil.rmtree signal.pthread_kill socket.bind socket.connect socket.sendto "
+    "subprocess.Popen"
 )
 # The kernel refuses these; the audit hook only takes note.
-_STARTS_PROCESSES = frozenset(("os.fork", "os.forkpty"))
+_FORKS = ("os.fork", "os.forkpty")
 
 
 def _limit(memory: int, cpu_seconds: int) -> None:
@@ -63,12 +61,13 @@ def _main() -> None:
         __import__(name)
     _limit(memory, cpu_seconds)
     here = os.getcwd()
+    forbidden = frozenset(_FORBIDDEN.split())
     refused: list[str] = []
 
     def watch(event: str, arguments: tuple[object, ...]) -> None:
-        if event in _FORBIDDEN:
+        if event in forbidden:
             refused.append(event)
-            if event not in _STARTS_PROCESSES:
+            if event not in _FORKS:
                 raise PermissionError(f"{event} is not allowed here")
         elif event == "open":
             path, _, flags = arguments

@@ -1,4 +1,4 @@
-"""Programs that a model may write: right ones pass, and whatever the others do is contained and counted as a failure."""
+"""Programs that a model may write: right ones pass; whatever others do is contained, and a failure."""
 
 import os
 import subprocess
@@ -93,7 +93,10 @@ def test_sleeping_ends_at_the_wall_time_and_a_stubborn_one_too() -> None:
 
 def test_floods_are_thrown_away() -> None:
     assert run_program("for _ in range(300): print('x' * 100000)") == (True, "")
-    flood = "import os\nfor fd in range(3, 32):\n    try:\n        while True: os.write(fd, b'x' * 65536)\n    except OSError: pass"
+    flood = (
+        "import os\nfor fd in range(3, 32):\n    try:\n"
+        "        while True: os.write(fd, b'x' * 65536)\n    except OSError: pass"
+    )
     assert not run_program(flood, wall_seconds=1).passed
     files = "for i in range(10**9):\n    with open(str(i), 'w') as f: f.write('x' * 1000)"
     before = set(os.listdir("/tmp"))
@@ -110,7 +113,8 @@ def test_floods_are_thrown_away() -> None:
         "import sys, os, gc\nfound = [o for o in gc.get_objects() if isinstance(o, (bytes, str)) and len(o) == 32]\n"
         "f = sys._getframe()\nwhile f:\n    found += [v for v in f.f_locals.values() if isinstance(v, bytes)]\n"
         "    f = f.f_back\n"
-        "for fd in range(3, 32):\n    for o in found:\n        try: os.write(fd, o)\n        except OSError: pass\nos._exit(0)",
+        "for fd in range(3, 32):\n    for o in found:\n        try: os.write(fd, o)\n"
+        "        except OSError: pass\nos._exit(0)",
     ],
 )
 def test_a_program_cannot_pass_by_ending_early(program: str) -> None:
