@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from lapbench.backbones import VisionSettings, build_backbone
+from lapbench.backbones import VisionSettings, build_vision_backbone
 from lapbench.errors import UserError
 from lapbench.optim import LRSchedule, OptimizerSettings, build_optimizer, build_scheduler
 from lapbench.optim.ema import EMA
@@ -111,7 +111,7 @@ class ImageClassification(pl.LightningModule):
                 "ema_decay": ema_decay,
             }
         )
-        self.backbone = build_backbone(num_classes=num_classes, **_shallow(backbone))
+        self.backbone = build_vision_backbone(num_classes=num_classes, **_shallow(backbone))
         # A trial, so that what is wrong with the optimizer is said before a run starts.
         build_optimizer(nn.Linear(1, 1), optimizer, batch_size=1)
         self.train_loss_fn = _loss(loss, label_smoothing, mixing.active)

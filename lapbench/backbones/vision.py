@@ -133,7 +133,7 @@ class VisionSettings:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def build_backbone(name: str, heads: Any = 0, *, num_classes: int = 1000, **settings: Any) -> VisionBackbone:
+def build_vision_backbone(name: str, heads: Any = 0, *, num_classes: int = 1000, **settings: Any) -> VisionBackbone:
     """Builds a timm vision transformer with a head schedule.
 
     All-attention schedules give stock timm bit for bit; every schedule has timm's state-dict keys, so pretrained

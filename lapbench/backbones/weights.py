@@ -52,9 +52,9 @@ def load_weights(
     where = str(weights) if isinstance(weights, str | Path) else "state dict"
     settings: Mapping[str, Any] = {}
     if isinstance(weights, str | Path):
-        weights, settings = _read(Path(weights))
+        weights, settings = read_state(Path(weights))
     own = model.state_dict()
-    state = _without_prefixes(weights, own)
+    state = without_prefixes(weights, own)
     state = _converted(state, model, grid or _declared_grid(settings, state), where)
     usable: dict[str, Tensor] = {}
     for name, tensor in state.items():
@@ -81,7 +81,7 @@ def load_weights(
     return report
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
+def read_state(path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
     """The state dict of a file, and the settings of the backbone that it is of (lapbench checkpoints have them)."""
     if not path.is_file():
         raise UserError(f"weights: expected a file, {path} is none")
@@ -155,7 +155,7 @@ def _classifiers(model: nn.Module) -> tuple[str, ...]:
     return tuple(f"{name}." for name in ((names,) if isinstance(names, str) else names))
 
 
-def _without_prefixes(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def without_prefixes(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Strips wrapper prefixes from every name until it is one of the model's, or no prefix is left."""
     out: dict[str, Tensor] = {}
     for name, tensor in state.items():

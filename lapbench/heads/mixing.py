@@ -55,6 +55,7 @@ def combine_heads(
     learned: Tensor | None = None,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
+    average: Tensor | None = None,
 ) -> Tensor:
     """The second half of ``mix_heads``: a V + b P V + c C V from P V.
 
@@ -62,20 +63,23 @@ def combine_heads(
         attended: P V, [B, H, T, d_h].
         value: V, [B, H, T, d_h].
         kinds: As for ``mix_heads``, like the other arguments and the result.
+        average: C V, [B, H, T, d_h], where the caller knows it (see ``needs_average``); else it comes from the mask.
     """
     groups = _group(kinds)
     if all(kind == ATTENTION for kind, _ in groups):
         return attended
     sizes = [n for _, n in groups]
-    if not any(kind.learned or kind.c for kind, _ in groups):
+    if not needs_average(kinds):
         return blend(attended, value, [(kind.a, kind.b, n) for kind, n in groups])
     # Splits rather than slices: their gradient is one concatenation, not a zero-filled copy for each group.
     # Work on [B, T, H, d_h], the layout in which the fused kernels write, so that the result needs no transposing copy.
     attended_parts = torch.split(attended.transpose(1, 2), sizes, dim=2)
     value_parts = torch.split(value.transpose(1, 2), sizes, dim=2)
+    average_parts = [None] * len(sizes) if average is None else torch.split(average.transpose(1, 2), sizes, dim=2)
     mixed = []
     next_head = next_learned = 0
-    for (kind, n), attended_BTHd, value_BTHd in zip(groups, attended_parts, value_parts, strict=True):
+    parts = zip(groups, attended_parts, value_parts, average_parts, strict=True)
+    for (kind, n), attended_BTHd, value_BTHd, average_BTHd in parts:
         a: float | Tensor
         b: float | Tensor
         c: float | Tensor
@@ -86,11 +90,20 @@ def combine_heads(
             rows = learned[next_learned : next_learned + n].to(value.dtype)
             a, b, c = rows.T[:, :, None]
             next_learned += n
-        mask = _of_heads(attn_mask, next_head, n)
+        if average_BTHd is None and not _is(c, 0.0):
+            mask = _of_heads(attn_mask, next_head, n)
+            average_BTHd = uniform_average(value_BTHd.transpose(1, 2), attn_mask=mask, is_causal=is_causal).transpose(
+                1, 2
+            )
         next_head += n
-        mixed.append(_combine(a, b, c, value_BTHd, attended_BTHd, mask, is_causal))
+        mixed.append(_combine(a, b, c, value_BTHd, attended_BTHd, average_BTHd))
     merged = torch.cat(mixed, dim=2) if len(mixed) > 1 else mixed[0].contiguous()
     return merged.transpose(1, 2)
+
+
+def needs_average(kinds: Sequence[HeadKind]) -> bool:
+    """Whether ``combine_heads`` needs C V for these kinds."""
+    return any(kind.learned or kind.c for kind in kinds)
 
 
 def _group(kinds: Sequence[HeadKind]) -> list[tuple[HeadKind, int]]:
@@ -117,8 +130,7 @@ def _combine(
     c: float | Tensor,
     value_BTHd: Tensor,
     attended_BTHd: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
+    average_BTHd: Tensor | None,
 ) -> Tensor:
     terms = []
     if not _is(b, 0.0):
@@ -126,8 +138,8 @@ def _combine(
     if not _is(a, 0.0):
         terms.append(value_BTHd if _is(a, 1.0) else a * value_BTHd)
     if not _is(c, 0.0):
-        average = uniform_average(value_BTHd.transpose(1, 2), attn_mask=attn_mask, is_causal=is_causal)
-        terms.append(c * average.transpose(1, 2))
+        assert average_BTHd is not None
+        terms.append(c * average_BTHd)
     total = terms[0] if terms else torch.zeros_like(value_BTHd)
     for term in terms[1:]:
         total = total + term
