@@ -9,13 +9,41 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lapbench.datamodules.builtin import CIFAR10, CIFAR100, Digits, ImageNet
+    from lapbench.datamodules.builtin_text import FineWebEdu, PyDocs
     from lapbench.datamodules.images import ImageShards
     from lapbench.datamodules.manifest import Manifest, Shard
+    from lapbench.datamodules.text import TextShards
+    from lapbench.datamodules.token_manifest import TokenManifest
+    from lapbench.datamodules.tokenizer import Tokenizer
     from lapbench.datamodules.transforms import TrainTransform
 
-__all__ = ["CIFAR10", "CIFAR100", "Digits", "ImageNet", "ImageShards", "Manifest", "Shard", "TrainTransform"]
+__all__ = [
+    "CIFAR10",
+    "CIFAR100",
+    "Digits",
+    "FineWebEdu",
+    "ImageNet",
+    "ImageShards",
+    "Manifest",
+    "PyDocs",
+    "Shard",
+    "TextShards",
+    "TokenManifest",
+    "Tokenizer",
+    "TrainTransform",
+]
 
-_HOMES = {"ImageShards": "images", "Manifest": "manifest", "Shard": "manifest", "TrainTransform": "transforms"}
+_HOMES = {
+    "FineWebEdu": "builtin_text",
+    "ImageShards": "images",
+    "Manifest": "manifest",
+    "PyDocs": "builtin_text",
+    "Shard": "manifest",
+    "TextShards": "text",
+    "TokenManifest": "token_manifest",
+    "Tokenizer": "tokenizer",
+    "TrainTransform": "transforms",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,16 +1,11 @@
 """Image classification data, streamed from WebDataset shards that a manifest describes."""
 
-import copy
-import os
 import random
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch.distributed as dist
-from lightning.pytorch import LightningDataModule
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from lapbench.datamodules.indexed import IndexReader
@@ -19,8 +14,9 @@ from lapbench.datamodules.manifest import MANIFEST, Manifest
 from lapbench.datamodules.normalization import Normalize
 from lapbench.datamodules.offsets import check_offsets
 from lapbench.datamodules.orders import IndexOrder, Order, StreamOrder
-from lapbench.datamodules.plan import Plan, mixed
-from lapbench.datamodules.shards import ShardFile, ShardReader, check_url, local_path
+from lapbench.datamodules.plan import mixed
+from lapbench.datamodules.sharded import ShardedData, check_at_least
+from lapbench.datamodules.shards import ShardFile, ShardReader, local_path
 from lapbench.datamodules.streaming import ShardStream
 from lapbench.datamodules.transforms import TrainTransform, build_eval_transform, build_train_transform
 from lapbench.errors import UserError
@@ -28,7 +24,7 @@ from lapbench.errors import UserError
 LARGE = TrainTransform()
 
 
-class ImageShards(LightningDataModule):
+class ImageShards(ShardedData):
     """Loads one data set: ``(images [B, C, S, S] float32, labels [B] int64)``, predict batches with keys.
 
     Every process reads its own part of each epoch; evaluation sees each sample exactly once. The constants below say
@@ -89,47 +85,35 @@ class ImageShards(LightningDataModule):
         persistent_workers: bool = True,
         shards_url: str | None = None,
     ) -> None:
-        super().__init__()
-        for name, value, least in (
-            ("batch_size", batch_size, 1),
-            ("eval_batch_size", 1 if eval_batch_size is None else eval_batch_size, 1),
-            ("num_workers", num_workers, 0),
-            ("repeats", repeats, 1),
-            ("shuffle_buffer", shuffle_buffer, 1),
-            ("seed", 0 if seed is None else seed, 0),
-        ):
-            if value < least:
-                raise UserError(f"{name} must be at least {least}, got {value}")
+        super().__init__(
+            data_dir,
+            batch_size,
+            eval_batch_size,
+            num_workers,
+            reader,
+            shuffle_buffer,
+            seed,
+            pin_memory,
+            persistent_workers,
+            shards_url,
+        )
+        check_at_least("repeats", repeats, 1)
         if not 0 <= val_fraction < 1:
             raise UserError(f"val_fraction must be at least 0 and below 1, got {val_fraction}")
-        if reader not in ("index", "stream"):
-            raise UserError(f"reader must be index or stream, got {reader!r}")
-        self.data_dir = Path(data_dir)
-        self.shards_url = check_url(shards_url) if shards_url is not None else None
         if reader == "index" and shards_url is not None and local_path(shards_url) is None:
             raise UserError(
                 f"reader index needs local shards, got {shards_url}: set reader to stream, or copy the shards to "
                 f"{data_dir} and run `lapbench data index {data_dir}`"
             )
-        self.reader = reader
-        self.batch_size = batch_size
-        self.eval_batch_size = eval_batch_size or batch_size
-        self.num_workers = num_workers
         self.image_size = image_size
         self.val_fraction = val_fraction
         self.val_seed = val_seed
         self.repeats = repeats
-        self.shuffle_buffer = shuffle_buffer
-        self.seed = seed
-        self.pin_memory = pin_memory
-        self.persistent_workers = persistent_workers
         self._train_transform = build_train_transform(train_transform, image_size, self.mean, self.std)
         self._eval_transform = build_eval_transform(image_size, crop_pct, interpolation)
         self.normalize = Normalize(self.mean, self.std)
         self._manifest: Manifest | None = None
         self._offsets: dict[str, Path] = {}
-        self._layout: dict[str, int | str] = {}
-        self._restored: dict[str, int | str] = {}
 
     def setup(self, stage: str | None = None) -> None:
         """Read the manifest and see that it describes this data set, and that local shards and their offsets are there.
@@ -153,55 +137,16 @@ class ImageShards(LightningDataModule):
                 f"the manifest lists {manifest.num_classes} (data set {manifest.dataset!r})"
             )
         for shard in (shard for shards in manifest.splits.values() for shard in shards):
-            path = local_path(self._url(shard.file))
-            if path is None:
-                continue
-            if not path.is_file():
-                raise UserError(f"shard {path} is missing; the manifest lists it")
-            if path.stat().st_size != shard.bytes:
-                raise UserError(
-                    f"shard {path}: expected {shard.bytes} bytes as in the manifest, got {path.stat().st_size}"
-                )
+            self._check_file(shard.file, shard.bytes)
         if self.reader == "index":
             self._offsets = {split: check_offsets(self.data_dir, manifest, split) for split in manifest.splits}
         self._manifest = manifest
-
-    def train_dataloader(self) -> ResumableLoader:
-        """Shuffled, augmented, full batches, going on where the trainer's checkpoint left off.
-
-        Raises:
-            UserError: the checkpoint was made with a layout under which its position means other samples.
-        """
-        loader = self._loader(self.train_split, training=True, held_out=False)
-        if self._restored:
-            loader.load_state_dict(self._restored)
-        self._layout = loader.state_dict()
-        return loader
-
-    def state_dict(self) -> dict[str, int | str]:
-        """The layout of the training stream, for checkpoints: Lightning shows the loader's own only in mid-epoch."""
-        return self._layout
-
-    def load_state_dict(self, state_dict: dict[str, int | str]) -> None:
-        """Keep a checkpoint's layout to compare it when training data are asked for: evaluation may differ freely."""
-        self._restored = dict(state_dict)
 
     def val_dataloader(self) -> ResumableLoader | list[Any]:
         """The held-out samples, else the data set's own validation split, else nothing."""
         if self.val_fraction:
             return self._loader(self.train_split, training=False, held_out=True)
         return self._loader(self.val_split, training=False) if self.val_split is not None else []
-
-    def for_evaluation(self, batch_size: int, seed: int) -> "ImageShards":
-        """A copy for a second trainer: of its own batch size and order, each sample once an epoch.
-
-        It knows neither the trainer nor the position of this one, which stays as it is.
-        """
-        other = copy.copy(self)
-        other.trainer = None
-        other.batch_size, other.seed, other.repeats = batch_size, seed, 1
-        other._layout, other._restored = {}, {}
-        return other
 
     @property
     def _has_validation(self) -> bool:
@@ -220,6 +165,9 @@ class ImageShards(LightningDataModule):
         """The test split as ``(images, labels, keys)``."""
         return self._loader(self.test_split, training=False, with_keys=True)
 
+    def _train_loader(self) -> ResumableLoader:
+        return self._loader(self.train_split, training=True, held_out=False)
+
     def _loader(
         self, split: str, training: bool, held_out: bool | None = None, with_keys: bool = False
     ) -> ResumableLoader:
@@ -236,40 +184,18 @@ class ImageShards(LightningDataModule):
             channels=self.channels,
             with_keys=with_keys,
         )
-        return ResumableLoader(
-            stream,
-            trainer=self.trainer if training else None,
-            num_workers=self.num_workers,
-            pin_memory=self.pin_memory,
-            persistent_workers=self.persistent_workers,
-        )
+        return self._over(stream)
 
     def _order(self, split: str, training: bool, in_use: npt.NDArray[np.bool_] | None) -> Order:
         """Which samples make up the batches of this process."""
         assert self._manifest is not None
         shards = [ShardFile(self._url(shard.file), shard.samples) for shard in self._manifest.split(split)]
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if _distributed() else (0, 1)
-        plan = partial(
-            Plan,
-            batch_size=self.batch_size if training else self.eval_batch_size,
-            training=training,
-            seed=self._run_seed(),
-            repeats=self.repeats if training else 1,
-            rank=rank,
-            world_size=world_size,
-        )
+        plan = self._plan(training)
         if self.reader == "index":
             reader = IndexReader(shards, self._offsets[split], self.num_classes, in_use)
             return IndexOrder(plan(reader.counts()), reader)
         stream = ShardReader(shards, self.num_classes, in_use)
         return StreamOrder(plan(stream.counts()), stream, self.shuffle_buffer)
-
-    def _url(self, file: str) -> str:
-        return str(self.data_dir / file) if self.shards_url is None else f"{self.shards_url.rstrip('/')}/{file}"
-
-    def _run_seed(self) -> int:
-        """Lightning keeps the seed of ``seed_everything`` in this variable."""
-        return int(os.environ.get("PL_GLOBAL_SEED", "0")) if self.seed is None else self.seed
 
 
 def held_out_samples(samples: int, fraction: float, seed: int) -> npt.NDArray[np.bool_]:
@@ -284,7 +210,3 @@ def held_out_samples(samples: int, fraction: float, seed: int) -> npt.NDArray[np
     chosen = np.zeros(samples, np.bool_)
     chosen[random.Random(mixed("validation", seed)).sample(range(samples), count)] = True
     return chosen
-
-
-def _distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()

@@ -7,13 +7,13 @@ import torch
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
-from lapbench.datamodules.streaming import Failure, Loaded, ShardStream
+from lapbench.datamodules.streaming import BatchStream, Failure, Loaded
 from lapbench.errors import UserError
 from lapbench.process import outlive_stop_signals
 
 
 class ResumableLoader:
-    """Iterates over a ``ShardStream`` with worker processes, resuming from Lightning's own batch counter.
+    """Iterates over a ``BatchStream`` with worker processes, resuming from Lightning's own batch counter.
 
     The counter is part of every checkpoint, so whatever a checkpoint was made for (a step, an epoch's end, in the
     middle of validation) the next batch is the one that would have followed. The loader keeps no position of its own.
@@ -34,7 +34,7 @@ class ResumableLoader:
 
     def __init__(
         self,
-        stream: ShardStream,
+        stream: BatchStream,
         trainer: Trainer | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
@@ -102,7 +102,7 @@ class ResumableLoader:
 
     def state_dict(self) -> dict[str, int | str]:
         """The layout that a position depends on; Lightning puts it into checkpoints."""
-        return self.stream.order.layout(max(1, self.num_workers))
+        return self.stream.layout(max(1, self.num_workers))
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:
         """Refuse a checkpoint whose position means other samples here.

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from lapbench.errors import UserError
 from lapbench.results.files import write_atomically
@@ -81,21 +81,11 @@ class Manifest:
         Raises:
             UserError: the folder or its manifest is missing or unreadable, or the manifest is malformed.
         """
-        folder = Path(folder)
-        path = folder / MANIFEST
-        if not folder.is_dir():
-            raise UserError(f"no data folder {folder}: make it with `lapbench data DATASET --out {folder}`")
-        if not path.is_file():
-            raise UserError(
-                f"no {MANIFEST} in {folder}: convert a data set into it (`lapbench data --help`), or describe shards "
-                f"made elsewhere with `lapbench data index {folder} --dataset NAME --split NAME=GLOB`"
-            )
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from error
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path} is not JSON: {' '.join(str(error).split())}") from error
+        remedy = (
+            f"convert a data set into it (`lapbench data --help`), or describe shards made elsewhere with "
+            f"`lapbench data index {folder} --dataset NAME --split NAME=GLOB`"
+        )
+        content, path = read_content(Path(folder), remedy)
         return _checked(content, path)
 
     def save(self, folder: Path) -> None:
@@ -125,9 +115,33 @@ class Manifest:
         return content
 
 
+def read_content(folder: Path, remedy: str) -> tuple[Any, Path]:
+    """The decoded ``folder/manifest.json``, not yet checked, and its path.
+
+    Raises:
+        UserError: the folder or its manifest is missing (then ``remedy`` says what to do) or unreadable.
+    """
+    path = folder / MANIFEST
+    if not folder.is_dir():
+        raise UserError(f"no data folder {folder}: make it with `lapbench data DATASET --out {folder}`")
+    if not path.is_file():
+        raise UserError(f"no {MANIFEST} in {folder}: {remedy}")
+    try:
+        return json.loads(path.read_text(encoding="utf-8")), path
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON: {' '.join(str(error).split())}") from error
+
+
 def is_plain_name(name: str) -> bool:
     """Whether ``name`` names a file inside the folder and nothing else (no ``/``, ``..``, ``pipe:``, hidden file)."""
     return _PLAIN_NAME.fullmatch(name) is not None
+
+
+def is_sha256(value: Any) -> TypeGuard[str]:
+    """Whether ``value`` is a SHA-256 in hexadecimal digits."""
+    return isinstance(value, str) and _SHA256.fullmatch(value) is not None
 
 
 def _checked(content: Any, path: Path) -> Manifest:
@@ -135,10 +149,10 @@ def _checked(content: Any, path: Path) -> Manifest:
 
     def need(good: object, where: str, expected: str, got: Any) -> None:
         if not good:
-            raise UserError(f"{path}: {where} must be {expected}, got {_short(got)}")
+            raise UserError(f"{path}: {where} must be {expected}, got {short(got)}")
 
     need(isinstance(content, dict), "the manifest", "an object", content)
-    need(content.get("format") == FORMAT, "'format'", f"{FORMAT}", content.get("format"))
+    need(content.get("format") == FORMAT, "'format'", f"{FORMAT} (a data set of images)", content.get("format"))
     dataset, classes, splits = content.get("dataset"), content.get("classes"), content.get("splits")
     source, offsets = content.get("source", {}), content.get("offsets", {})
     need(isinstance(dataset, str) and dataset, "'dataset'", "a name", dataset)
@@ -170,16 +184,16 @@ def _checked(content: Any, path: Path) -> Manifest:
 
 def _checked_shard(content: Any, where: str) -> Shard:
     if not isinstance(content, Mapping):
-        raise UserError(f"{where} must be an object, got {_short(content)}")
+        raise UserError(f"{where} must be an object, got {short(content)}")
     file, samples, size, sha256 = (content.get(key) for key in ("file", "samples", "bytes", "sha256"))
     if not isinstance(file, str) or not is_plain_name(file):
-        raise UserError(f"{where}: 'file' must be a plain file name inside the folder, got {_short(file)}")
+        raise UserError(f"{where}: 'file' must be a plain file name inside the folder, got {short(file)}")
     if type(samples) is not int or samples < 1:
-        raise UserError(f"{where} ({file}): 'samples' must be a positive whole number, got {_short(samples)}")
+        raise UserError(f"{where} ({file}): 'samples' must be a positive whole number, got {short(samples)}")
     if type(size) is not int or size < 1:
-        raise UserError(f"{where} ({file}): 'bytes' must be a positive whole number, got {_short(size)}")
-    if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
-        raise UserError(f"{where} ({file}): 'sha256' must be 64 hexadecimal digits, got {_short(sha256)}")
+        raise UserError(f"{where} ({file}): 'bytes' must be a positive whole number, got {short(size)}")
+    if not is_sha256(sha256):
+        raise UserError(f"{where} ({file}): 'sha256' must be 64 hexadecimal digits, got {short(sha256)}")
     return Shard(file, samples, size, sha256)
 
 
@@ -188,16 +202,17 @@ def _checked_offsets(content: Mapping[str, Any], path: Path) -> dict[str, Offset
     for split, entry in content.items():
         where = f"{path}: offsets of split {split!r}"
         if not isinstance(entry, Mapping):
-            raise UserError(f"{where} must be an object, got {_short(entry)}")
+            raise UserError(f"{where} must be an object, got {short(entry)}")
         file, sha256 = entry.get("file"), entry.get("sha256")
         if not isinstance(file, str) or not is_plain_name(file):
-            raise UserError(f"{where}: 'file' must be a plain file name inside the folder, got {_short(file)}")
-        if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
-            raise UserError(f"{where}: 'sha256' must be 64 hexadecimal digits, got {_short(sha256)}")
+            raise UserError(f"{where}: 'file' must be a plain file name inside the folder, got {short(file)}")
+        if not is_sha256(sha256):
+            raise UserError(f"{where}: 'sha256' must be 64 hexadecimal digits, got {short(sha256)}")
         checked[split] = Offsets(file, sha256)
     return checked
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """``repr(value)`` cut to a length that fits an error line."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, islice
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +30,9 @@ class Sample(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """A sample, and which of its repeats in the epoch this is."""
+    """A sample as the order's reader has it, and which of its repeats in the epoch this is."""
 
-    sample: Sample
+    sample: Any
     repeat: int
 
 
@@ -56,7 +56,7 @@ class Order(Protocol):
 class RangeReader(Protocol):
     """Turns ranges of the plan into samples."""
 
-    def read(self, reads: Sequence[Read]) -> Iterator[Sample]:
+    def read(self, reads: Sequence[Read]) -> Iterator[Any]:
         """Yield exactly the samples of ``reads``, in order."""
         ...
 
@@ -64,7 +64,7 @@ class RangeReader(Protocol):
 class RandomReader(Protocol):
     """Reads any sample."""
 
-    def read(self, place: int) -> Sample:
+    def read(self, place: int) -> Any:
         """The sample at ``place`` among those in use, in manifest order."""
         ...
 
@@ -109,7 +109,7 @@ class StreamOrder:
         first, last = share.first, share.first + sum(share.sizes)
         begin, end = first // repeats, -(-last // repeats)
         samples = self.reader.read(cut(self.plan.sequence(epoch), begin, end))
-        placed: Iterator[tuple[int, Sample]] = zip(range(begin, end), samples, strict=True)
+        placed: Iterator[tuple[int, Any]] = zip(range(begin, end), samples, strict=True)
         if self.plan.training:
             rng = random.Random(mixed("buffer", self.plan.seed, epoch, self.plan.rank, share.slot))
             placed = shuffled(placed, self.shuffle_buffer, rng)

@@ -48,30 +48,17 @@ class Failure(NamedTuple):
     message: str
 
 
-class ShardStream(IterableDataset[Any]):
-    """Batches ``(images [B, C, H, W], labels [B] int64)`` of one split on one rank, each in a ``Loaded``.
+class BatchStream(IterableDataset[Any]):
+    """The batches of one split on one rank, each in a ``Loaded``; subclasses make them of an order's draws.
 
-    Training seeds every sample's augmentation from (seed, epoch, sample, repeat): it is the same for any number of
-    workers. Iterating starts at ``set_position``; in a loader's worker process it yields that worker's share.
-
-    In training a damaged image's place in its batch is taken by the next good image of the batch (after the last one
-    comes the first), augmented by the seed of the damaged one: every batch keeps its size, every other image its
-    place. In evaluation a damaged image is an error.
+    Iterating starts at ``set_position``; in a loader's worker process it yields that worker's share.
 
     Args:
         order: Which samples make up which batch.
-        transform: Decoded pixels (uint8 [H, W] or [H, W, 3]) to tensor [C, H, W].
-        channels: 3 (RGB) or 1 (grey) for decoding.
-        with_keys: Yield ``(images, labels, keys)``, keys being the samples' names.
     """
 
-    def __init__(
-        self, order: Order, transform: Callable[[Pixels], Tensor], channels: int = 3, with_keys: bool = False
-    ) -> None:
+    def __init__(self, order: Order) -> None:
         self.order = order
-        self.transform = transform
-        self.channels = channels
-        self.with_keys = with_keys
         # Epoch and batch to start at, in shared memory so that workers that live on see it change.
         self._position = torch.zeros(2, dtype=torch.int64)
         self._position.share_memory_()  # type: ignore[no-untyped-call]
@@ -80,6 +67,10 @@ class ShardStream(IterableDataset[Any]):
     def plan(self) -> Plan:
         """Sizes and steps."""
         return self.order.plan
+
+    def layout(self, workers: int) -> dict[str, int | str]:
+        """The settings on which the batches depend, with ``workers`` workers."""
+        return self.order.layout(workers)
 
     def set_position(self, epoch: int, batch: int) -> None:
         """Start the next iteration at batch ``batch`` of epoch ``epoch``."""
@@ -98,13 +89,43 @@ class ShardStream(IterableDataset[Any]):
 
     def batches(self, epoch: int, start: int, worker: int, workers: int) -> Iterator[Loaded]:
         """The batches of one worker, going on at batch ``start`` of the whole rank's ``epoch``."""
-        kept = random_state_kept if get_worker_info() is None else nullcontext
         for draws in self.order.batches(epoch, start, worker, workers):
-            with kept():
-                batch = self._batch(epoch, draws)
-            yield batch
+            yield self._batch(epoch, draws)
 
     def _batch(self, epoch: int, draws: Sequence[Draw]) -> Loaded:
+        raise NotImplementedError
+
+
+class ShardStream(BatchStream):
+    """Batches ``(images [B, C, H, W], labels [B] int64)`` of one split on one rank.
+
+    Training seeds every sample's augmentation from (seed, epoch, sample, repeat): it is the same for any number of
+    workers.
+
+    In training a damaged image's place in its batch is taken by the next good image of the batch (after the last one
+    comes the first), augmented by the seed of the damaged one: every batch keeps its size, every other image its
+    place. In evaluation a damaged image is an error.
+
+    Args:
+        order: Which samples make up which batch.
+        transform: Decoded pixels (uint8 [H, W] or [H, W, 3]) to tensor [C, H, W].
+        channels: 3 (RGB) or 1 (grey) for decoding.
+        with_keys: Yield ``(images, labels, keys)``, keys being the samples' names.
+    """
+
+    def __init__(
+        self, order: Order, transform: Callable[[Pixels], Tensor], channels: int = 3, with_keys: bool = False
+    ) -> None:
+        super().__init__(order)
+        self.transform = transform
+        self.channels = channels
+        self.with_keys = with_keys
+
+    def _batch(self, epoch: int, draws: Sequence[Draw]) -> Loaded:
+        with random_state_kept() if get_worker_info() is None else nullcontext():
+            return self._augmented(epoch, draws)
+
+    def _augmented(self, epoch: int, draws: Sequence[Draw]) -> Loaded:
         samples = [draw.sample for draw in draws]
         images = [self._image(epoch, draw, draw.sample) for draw in draws]
         damaged = {place: image.message for place, image in enumerate(images) if isinstance(image, Failure)}

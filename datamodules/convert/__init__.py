@@ -1,15 +1,13 @@
-"""``lapbench data``: data sets to WebDataset shards with a manifest.
+"""``lapbench data``: data sets to WebDataset shards with a manifest, and tokenizers.
 
 A new data set is one `Command` in `COMMANDS`.
 """
 
-import shlex
 import sys
 
-from lapbench.datamodules.convert import cifar, digits, imagenet, index
+from lapbench.datamodules.convert import cifar, digits, fineweb_edu, imagenet, index, pydocs, tokenizer
 from lapbench.datamodules.convert.command import Command
-from lapbench.datamodules.convert.pipeline import DAMAGED
-from lapbench.datamodules.manifest import Manifest
+from lapbench.datamodules.convert.report import report
 from lapbench.errors import ArgumentParser
 
 COMMANDS: dict[str, Command] = {
@@ -18,22 +16,25 @@ COMMANDS: dict[str, Command] = {
     "cifar100": cifar.COMMANDS["cifar100"],
     "imagenet": imagenet.COMMAND,
     "index": index.COMMAND,
+    "pydocs": pydocs.COMMAND,
+    "fineweb-edu": fineweb_edu.COMMAND,
+    "tokenizer": tokenizer.COMMAND,
 }
 
 
 def main(argv: list[str]) -> int:
-    """Run ``lapbench data <argv>``; 0 when the folder holds the data set, 130 when interrupted.
+    """Run ``lapbench data <argv>``; 0 when ``--out`` holds what was asked for, 130 when interrupted.
 
     Raises:
         UserError: wrong options, source or folder.
     """
     arguments = _parser().parse_args(argv)
     try:
-        manifest, already = COMMANDS[arguments.command].run(arguments)
+        result, already = COMMANDS[arguments.command].run(arguments)
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted: the same command goes on where this one stopped\n")
+        sys.stderr.write("interrupted: the same command goes on where this one stopped (a tokenizer begins anew)\n")
         return 130
-    sys.stdout.write(_report(manifest, already, str(arguments.out)))
+    sys.stdout.write(report(result, already, str(arguments.out)))
     return 0
 
 
@@ -48,19 +49,3 @@ def _parser() -> ArgumentParser:
         description = command.description.replace("``", "")  # written as documentation of the module
         command.configure(commands.add_parser(name, help=command.summary, description=description))
     return parser
-
-
-def _report(manifest: Manifest, already: bool, folder: str) -> str:
-    """The closing lines: what is where, what was left out, and the command that uses it."""
-    shards = [shard for shards in manifest.splits.values() for shard in shards]
-    images = " + ".join(f"{manifest.samples(split):,} {split}" for split in manifest.splits)
-    size = sum(shard.bytes for shard in shards) / 1e6
-    lines = [
-        f"{'already converted: ' if already else ''}{manifest.dataset}: {images} images of "
-        f"{manifest.num_classes} classes in {len(shards)} shard{'s' * (len(shards) != 1)} ({size:,.1f} MB) in {folder}"
-    ]
-    if damaged := manifest.source.get(DAMAGED):
-        lines.append(f"damaged images left out: {len(damaged)}, listed in the manifest; the first is {damaged[0]}")
-    config = manifest.dataset if manifest.dataset in COMMANDS else "CONFIG"
-    lines.append(f"next: lapbench fit --config supervised/{config} --data.init_args.data_dir {shlex.quote(folder)}")
-    return "\n".join(lines) + "\n"

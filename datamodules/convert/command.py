@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from lapbench.datamodules.manifest import Manifest
 from lapbench.errors import UserError
 
 
@@ -13,13 +13,14 @@ from lapbench.errors import UserError
 class Command:
     """A converter: a line and a description for the help, ``configure(parser)``, and ``run(arguments)``.
 
-    ``run`` returns the manifest in ``arguments.out`` and whether the work was done already.
+    ``run`` returns what is in ``arguments.out`` (a manifest, or one of the results that `report` knows) and whether the
+    work was done already.
     """
 
     summary: str
     description: str
     configure: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], tuple[Manifest, bool]]
+    run: Callable[[argparse.Namespace], tuple[Any, bool]]
 
 
 def add_out(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +38,13 @@ def add_out(parser: argparse.ArgumentParser) -> None:
 def add_source(parser: argparse.ArgumentParser, help_text: str) -> None:
     """Add ``--source``."""
     parser.add_argument("--source", type=Path, required=True, metavar="PATH", help=help_text)
+
+
+def add_texts(parser: argparse.ArgumentParser, help_text: str) -> None:
+    """Add ``--source`` for files of text."""
+    parser.add_argument(
+        "--source", nargs="+", required=True, metavar="FILES", help=f"{help_text}; quoted globs work as well"
+    )
 
 
 def add_shard_size(parser: argparse.ArgumentParser, default: int) -> None:

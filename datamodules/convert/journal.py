@@ -7,15 +7,19 @@ written after the shard has its name. It is removed once the manifest is written
 import fcntl
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from lapbench.datamodules.convert.formats import shorten
 from lapbench.datamodules.manifest import Shard
 from lapbench.errors import UserError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 JOURNAL = ".convert.journal"
 
@@ -29,22 +33,36 @@ class Entry:
     position: int
     damaged: list[str]
 
+    @classmethod
+    def load(cls, value: dict[str, Any]) -> "Entry":
+        """The entry of which ``value`` was made by `asdict`."""
+        return cls(**value | {"shard": Shard(**value["shard"])})
 
-class Journal:
+
+E = TypeVar("E", bound="DataclassInstance")
+
+
+class Journal(Generic[E]):
     """Holds the folder's lock between ``with`` and its end; ``waiting()`` is called if another process has it.
+
+    Args:
+        folder: where the conversion writes.
+        entry: makes an entry of what `asdict` made of it.
+        waiting: called once before a wait.
 
     Attributes:
         header: the ``{"dataset", "settings"}`` that the conversion was begun with, None if it is new.
         entries: the finished shards, in the order they were written.
     """
 
-    def __init__(self, folder: Path, waiting: Callable[[], None]) -> None:
+    def __init__(self, folder: Path, entry: Callable[[dict[str, Any]], E], waiting: Callable[[], None]) -> None:
         self.path = folder / JOURNAL
         self.header: dict[str, Any] | None = None
-        self.entries: list[Entry] = []
+        self.entries: list[E] = []
+        self._entry = entry
         self._waiting = waiting
 
-    def __enter__(self) -> "Journal":
+    def __enter__(self) -> "Journal[E]":
         try:
             with ExitStack() as undo:
                 self._stream = undo.enter_context(self._locked())
@@ -59,12 +77,27 @@ class Journal:
     ) -> None:
         self._stream.close()
 
-    def begin(self, header: dict[str, Any]) -> None:
-        """Write the first line."""
-        self.header = header
-        self._append(header)
+    def begin(self, dataset: str, settings: Mapping[str, Any]) -> None:
+        """Write the first line, or see that the unfinished conversion is of the same data set and settings.
 
-    def add(self, entry: Entry) -> None:
+        Raises:
+            UserError: it is not, or the folder holds something else.
+        """
+        folder = self.path.parent
+        if self.header is not None:
+            what = f"{folder} holds an unfinished conversion of"
+            must_agree(what, self.header["dataset"], self.header["settings"], dataset, settings)
+            for left_over in folder.glob(".*.tmp"):  # killed while the last files were being written
+                left_over.unlink()
+            return
+        strangers = sorted(path.name for path in folder.iterdir() if path.name != JOURNAL)
+        if strangers:
+            self.remove()
+            raise UserError(f"the folder {folder} is not empty ({strangers[0]}) and no conversion: choose a new --out")
+        self.header = {"dataset": dataset, "settings": dict(settings)}
+        self._append(self.header)
+
+    def add(self, entry: E) -> None:
         """Record a finished shard."""
         self.entries.append(entry)
         self._append(asdict(entry))
@@ -113,7 +146,7 @@ class Journal:
                 if number == 0:
                     self.header = {"dataset": value["dataset"], "settings": value["settings"]}
                 else:
-                    self.entries.append(Entry(**value | {"shard": Shard(**value["shard"])}))
+                    self.entries.append(self._entry(value))
                 self._ends.append((self._ends[-1] if self._ends else 0) + len(line))
         except (ValueError, TypeError, KeyError) as error:
             raise UserError(
@@ -132,3 +165,15 @@ class Journal:
 
     def _failure(self, error: OSError) -> UserError:
         return UserError(f"cannot write {self.path}: {error.strerror}")
+
+
+def must_agree(what: str, dataset: str, made: Mapping[str, Any], asked: str, settings: Mapping[str, Any]) -> None:
+    """UserError, beginning with ``what``, unless data set and settings are those asked for."""
+    remedy = "choose another --out, or delete that folder"
+    if dataset != asked:
+        raise UserError(f"{what} the data set {dataset!r}, asked for {asked!r}: {remedy}")
+    for name, value in settings.items():
+        if made.get(name) != value:
+            raise UserError(
+                f"{what} {dataset} with {name} {shorten(made.get(name))}, now it is {shorten(value)}: {remedy}"
+            )

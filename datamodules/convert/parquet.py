@@ -122,35 +122,63 @@ class Parquet:
         """Classes "0", "1", ... up to the largest label in train."""
         largest = 0
         for group in self._groups["train"]:
-            labels = _read(group, ["label"])[0].to_pylist()
+            labels = read_columns(group.path, group.number, ["label"])[0].to_pylist()
             largest = max(largest, *(label for label in labels if type(label) is int), 0)
         return tuple(map(str, range(largest + 1)))
 
 
-def _footer(path: Path, first: int) -> tuple[list[_RowGroup], tuple[str, ...] | None, str]:
-    """Row groups, class names if given, and a checksum of what the footer says."""
+def read_footer(path: Path) -> tuple[Any, Any]:
+    """Metadata and Arrow schema of a parquet file; UserError if it is not whole."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(path) as file:
-            metadata, schema = file.metadata, file.schema_arrow
+            return file.metadata, file.schema_arrow
     except (pa.ArrowException, OSError) as error:
         raise _unreadable(path, error) from error
+
+
+def read_columns(path: Path, number: int, columns: list[str]) -> list[Any]:
+    """The ``columns`` of row group ``number``; UserError if it is damaged."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            table = file.read_row_group(number, columns=columns, use_threads=False)
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(path, error, f", row group {number},") from error
+    return [table.column(name) for name in columns]
+
+
+def footer_sha256(path: Path, metadata: Any) -> str:
+    """A checksum of what the footer says of the rows, and of the size of the file."""
+    digest = hashlib.sha256()
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        digest.update(f"{group.num_rows} {group.total_byte_size}\n".encode())
+    digest.update(str(path.stat().st_size).encode())
+    return digest.hexdigest()
+
+
+def _footer(path: Path, first: int) -> tuple[list[_RowGroup], tuple[str, ...] | None, str]:
+    """Row groups, class names if given, and a checksum of what the footer says."""
+    import pyarrow as pa
+
+    metadata, schema = read_footer(path)
     image = schema.field("image").type if "image" in schema.names else None
     if image is None or not pa.types.is_struct(image) or image.get_field_index("bytes") < 0:
         raise UserError(f"{path}: expected a column 'image' of struct{{bytes, path}}, got {shorten(str(image))}")
     label = schema.field("label").type if "label" in schema.names else None
     if label is None or not pa.types.is_integer(label):
         raise UserError(f"{path}: expected a column 'label' of integers, got {shorten(str(label))}")
-    groups, in_file, digest = [], 0, hashlib.sha256()
+    groups, in_file = [], 0
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
         groups.append(_RowGroup(path, number, first + in_file, in_file, group.num_rows, group.total_byte_size))
         in_file += group.num_rows
-        digest.update(f"{group.num_rows} {group.total_byte_size}\n".encode())
-    digest.update(str(path.stat().st_size).encode())
-    return groups, _class_names(path, schema.metadata or {}), digest.hexdigest()
+    return groups, _class_names(path, schema.metadata or {}), footer_sha256(path, metadata)
 
 
 def _class_names(path: Path, metadata: dict[bytes, bytes]) -> tuple[str, ...] | None:
@@ -168,17 +196,9 @@ def _class_names(path: Path, metadata: dict[bytes, bytes]) -> tuple[str, ...] | 
     return tuple(names)
 
 
-def _read(group: _RowGroup, columns: list[str] | None = None) -> list[Any]:
-    """The columns (image and label unless told) of one row group."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(group.path) as file:
-            table = file.read_row_group(group.number, columns=columns or ["image", "label"], use_threads=False)
-    except (pa.ArrowException, OSError) as error:
-        raise _unreadable(group.path, error, f", row group {group.number},") from error
-    return [table.column(name) for name in columns or ["image", "label"]]
+def _read(group: _RowGroup) -> list[Any]:
+    """Images and labels of one row group."""
+    return read_columns(group.path, group.number, ["image", "label"])
 
 
 def _unreadable(path: Path, error: Exception, part: str = "") -> UserError:

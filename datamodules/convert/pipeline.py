@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from lapbench.datamodules.convert.formats import image_extension, shorten
-from lapbench.datamodules.convert.journal import JOURNAL, Entry, Journal
-from lapbench.datamodules.convert.progress import Bar, notice
+from lapbench.datamodules.convert.formats import image_extension
+from lapbench.datamodules.convert.journal import JOURNAL, Entry, Journal, must_agree
+from lapbench.datamodules.convert.progress import Bar, notice, waiting
 from lapbench.datamodules.convert.scan import scan
 from lapbench.datamodules.convert.writer import ShardWriter, file_sha256
 from lapbench.datamodules.manifest import MANIFEST, Manifest, Shard
@@ -86,11 +86,11 @@ def convert(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot create the folder {out}: {error.strerror}") from error
-    with Journal(out, lambda: notice(f"another process is converting into {out}: waiting for it", progress)) as journal:
+    with Journal(out, Entry.load, lambda: waiting(out, progress)) as journal:
         if manifest := _finished(source.dataset, settings, out):
             journal.remove()  # the earlier run was killed between its last two steps
             return manifest, True
-        _begin(journal, {"dataset": source.dataset, "settings": settings}, out)
+        journal.begin(source.dataset, settings)
         rows = _check_finished_shards(journal, skip_damaged, progress)
         late = [
             d
@@ -118,7 +118,7 @@ def _finished(dataset: str, settings: Mapping[str, Any], out: Path) -> Manifest 
         return None
     manifest = Manifest.load(out)
     made = {name: manifest.source.get(name) for name in settings}
-    _must_agree(f"{out} holds", manifest.dataset, made, dataset, settings)
+    must_agree(f"{out} holds", manifest.dataset, made, dataset, settings)
     for shard in (shard for shards in manifest.splits.values() for shard in shards):
         path = out / shard.file
         if not path.is_file() or path.stat().st_size != shard.bytes:
@@ -128,34 +128,7 @@ def _finished(dataset: str, settings: Mapping[str, Any], out: Path) -> Manifest 
     return manifest
 
 
-def _must_agree(what: str, dataset: str, made: Mapping[str, Any], asked: str, settings: Mapping[str, Any]) -> None:
-    remedy = "choose another --out, or delete that folder"
-    if dataset != asked:
-        raise UserError(f"{what} the data set {dataset!r}, asked for {asked!r}: {remedy}")
-    for name, value in settings.items():
-        if made.get(name) != value:
-            raise UserError(
-                f"{what} {dataset} with {name} {shorten(made.get(name))}, now it is {shorten(value)}: {remedy}"
-            )
-
-
-def _begin(journal: Journal, header: dict[str, Any], out: Path) -> None:
-    """Start the journal of a new conversion, or check that the unfinished one is of the same source and settings."""
-    if journal.header is None:
-        strangers = sorted(path.name for path in out.iterdir() if path.name != JOURNAL)
-        if strangers:
-            journal.remove()
-            raise UserError(f"the folder {out} is not empty ({strangers[0]}) and no conversion: choose a new --out")
-        journal.begin(header)
-    else:
-        made, asked = journal.header, header
-        what = f"{out} holds an unfinished conversion of"
-        _must_agree(what, made["dataset"], made["settings"], asked["dataset"], asked["settings"])
-        for left_over in out.glob(".*.tmp"):  # killed while offsets or manifest were being written
-            left_over.unlink()
-
-
-def _check_finished_shards(journal: Journal, skip_damaged: bool, progress: bool) -> dict[str, bytes]:
+def _check_finished_shards(journal: Journal[Entry], skip_damaged: bool, progress: bool) -> dict[str, bytes]:
     """Keep the shards that are as the journal says, up to the first that is not; returns the rows of those kept."""
     folder = journal.path.parent
     rows: dict[str, bytes] = {}
@@ -180,7 +153,7 @@ def _check_finished_shards(journal: Journal, skip_damaged: bool, progress: bool)
 def _write_split(
     source: Source,
     split: str,
-    journal: Journal,
+    journal: Journal[Entry],
     rows: dict[str, bytes],
     shard_size: int,
     skip_damaged: bool,

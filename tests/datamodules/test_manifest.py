@@ -58,7 +58,7 @@ def test_missing_folder_and_manifest_name_the_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"format": 2}, "'format' must be 1, got 2"),
+        ({"format": 2}, "'format' must be 1 .a data set of images., got 2"),
         ({"dataset": ""}, "'dataset'"),
         ({"classes": []}, "'classes' must be a list of at least one name"),
         ({"classes": ["a", 1]}, "every class"),
