@@ -1,16 +1,20 @@
 """Conversations as batches for mid-training and fine-tuning: mixtures of JSONL files, packed or one in a row."""
 
 import hashlib
+import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+from lightning.pytorch.utilities import rank_zero_only
 
-from lapbench.datamodules.chat_rows import ChatReader, PackedChats, Rows, SingleChats
+from lapbench.datamodules.chat_rows import PackedChats, Rows, SingleChats
+from lapbench.datamodules.convert.chat_shards import SPLIT, folder_name, render_file, source_sha256
+from lapbench.datamodules.convert.progress import notice
 from lapbench.datamodules.loader import ResumableLoader
 from lapbench.datamodules.mixtures import chosen, repeated, rows_by_epochs, rows_by_weights
 from lapbench.datamodules.orders import Draw, IndexOrder, permutation
@@ -18,7 +22,7 @@ from lapbench.datamodules.plan import mixed
 from lapbench.datamodules.sharded import ShardedData, check_at_least
 from lapbench.datamodules.streaming import Loaded
 from lapbench.datamodules.text import TokenStream
-from lapbench.datamodules.token_manifest import TokenManifest
+from lapbench.datamodules.token_manifest import TokenManifest, dtype_of
 from lapbench.datamodules.token_shards import Format, TokenFile
 from lapbench.datamodules.tokenizer import Tokenizer
 from lapbench.errors import UserError
@@ -41,18 +45,6 @@ class ChatSource:
     epochs: float = 1.0
     limit: int | None = None
     weight: float | None = None
-
-
-@dataclass(frozen=True)
-class _Source:
-    """A source that has been rendered: its SHA-256 (hex), and where its conversations in use lie."""
-
-    sha256: str
-    rows: Rows
-
-    def seed(self, purpose: str, *more: int) -> int:
-        """A seed that does not depend on the source's place in the mixture."""
-        return mixed(purpose, self.sha256, *more)
 
 
 class PaddedStream(TokenStream):
@@ -147,10 +139,9 @@ class Chat(ShardedData):
         self._tokenizer_file = Path(tokenizer)
         self._sha256: dict[str, str] = {}
         self._files: list[TokenFile] = []
-        self._format: Format | None = None
         self._train: Rows | None = None
         self._val: Rows | None = None
-        self._mixture = ""
+        self._dropped = 0
 
     def prepare_data(self) -> None:
         """Render the files that have not been rendered with this tokenizer.
@@ -158,14 +149,10 @@ class Chat(ShardedData):
         Raises:
             UserError: a missing file or tokenizer, a line that is no conversation, a full disk.
         """
-        from lapbench.datamodules.convert.chat_shards import render_file
-
         tokenizer = Tokenizer.load(self._tokenizer_file)
         for source in (*self.sources, *self.val_sources):
             folder = self._folder(source, tokenizer)
-            render_file(
-                Path(source.file), self._hash(source), tokenizer, folder, progress=sys.stderr.isatty()
-            )
+            render_file(Path(source.file), self._hash(source), tokenizer, folder, progress=sys.stderr.isatty())
 
     def setup(self, stage: str | None = None) -> None:
         """Find the rendered conversations, and choose those of the mixture and of the validation.
@@ -187,15 +174,15 @@ class Chat(ShardedData):
         self.tokenizer = Tokenizer.load(self._tokenizer_file)
         self.vocab_size = self.tokenizer.vocab_size
         self.token_bytes = self.tokenizer.token_bytes()
-        self._files = []
-        sources = [self._open(source, f"sources[{i}]") for i, source in enumerate(self.sources)]
-        validation = [self._open(source, f"val_sources[{i}]").rows for i, source in enumerate(self.val_sources)]
+        self._files, self._dropped = [], 0
+        train = [self._open(source, f"sources[{i}]") for i, source in enumerate(self.sources)]
+        val = [self._open(source, f"val_sources[{i}]") for i, source in enumerate(self.val_sources)]
         if self.val_fraction:
-            sides = [self._held_out(source, f"sources[{i}]") for i, source in enumerate(sources)]
-            sources, validation = [train for train, _ in sides], [val for _, val in sides]
-        self._val = Rows.joined(validation) if validation else None
-        self._mixture = self._identity([source.sha256 for source in sources])
-        self._train = self._mixed(sources)
+            sides = [self._split(rows, i) for i, rows in enumerate(train)]
+            train, val = [kept for kept, _ in sides], [held_out for _, held_out in sides]
+        self._val = Rows.joined(val) if val else None
+        self._train = self._mixed(train)
+        self._announce(stage)
 
     def val_dataloader(self) -> ResumableLoader | list[object]:
         """The conversations of the validation, each once, in order; or nothing."""
@@ -215,23 +202,159 @@ class Chat(ShardedData):
         """What becomes of the training conversations in one epoch.
 
         Returns:
-            ``conversations`` and ``tokens`` that the mixture takes; of these ``cut`` conversations, that are longer
-            than the context, and ``dropped`` ones, that have no target left (both 0 when packing); ``predicted``
-            tokens, whether or not they are targets; ``left_out``, the tokens that are not: the first one of each row,
-            what was cut off or dropped, and what fills no batch (in each epoch other rows: estimated by the mean).
+            ``conversations`` and their ``tokens`` that the mixture takes; how many of them are ``cut``, being longer
+            than the context, and how many conversations are ``dropped``, having no target left (neither when packing);
+            ``tokens_left_out``, beyond the context or after the last window; the ``samples``, conversations or windows;
+            and ``samples_left_out``, those that fill no batch, others in each epoch.
         """
-        raise NotImplementedError
+        rows = self._rows()
+        plan = self._train_loader().stream.plan
+        tokens, context = int(rows.length.sum()), self.context
+        beyond = int(np.maximum(rows.length - (context + 1), 0).sum())
+        return {
+            "conversations": len(rows.length),
+            "cut": 0 if self.packing else int((rows.length > context + 1).sum()),
+            "dropped": self._dropped,
+            "tokens": tokens,
+            "tokens_left_out": tokens - (plan.samples * context + 1) if self.packing else beyond,
+            "samples": plan.samples,
+            "samples_left_out": plan.samples - plan.batches * plan.batch_size * plan.world_size,
+        }
 
     def _train_loader(self) -> ResumableLoader:
         return self._loader(self._rows(), training=True)
 
     def _loader(self, rows: Rows, training: bool) -> ResumableLoader:
-        reader = self._reader(rows, training)
+        reader = self._reader(rows, whole=not training)
         try:
             order = IndexOrder(self._plan(training)(reader.counts()), reader)
         except UserError as error:
             what = f"a window of {self.context} tokens" if self.packing else "a conversation"
-            raise UserError(f"{error} (a sample of {type(self).__name__} is {what})") from error
+            raise UserError(f"{error} (in {type(self).__name__}, a sample is {what})") from error
         stream = TokenStream if self.packing else PaddedStream
-        identity: dict[str, int | str] = {"packing": self.packing, "loss_on": self.loss_on, "mixture": self._mixture}
+        identity: dict[str, int | str] = {
+            "packing": str(self.packing),
+            "loss_on": self.loss_on,
+            "mixture": self._identity(),
+        }
         return self._over(stream(order, self.context, identity))
+
+    def _reader(self, rows: Rows, whole: bool) -> PackedChats | SingleChats:
+        kind = PackedChats if self.packing else SingleChats
+        return kind(self._files, self._format(), self.context, rows, self.loss_on == "assistant", whole)
+
+    def _rows(self) -> Rows:
+        """The training conversations of an epoch; for packing in the order in which they follow one another."""
+        if self._train is None:
+            raise RuntimeError("call setup() before asking for data")
+        if not self.packing:
+            return self._train
+        return self._train.take(permutation(len(self._train.length), mixed("packing", self._run_seed())))
+
+    def _open(self, source: ChatSource, key: str) -> Rows:
+        """The conversations in use of a source, whose shards join the others."""
+        folder = self._folder(source, self.tokenizer)
+        manifest = TokenManifest.load(folder)
+        shards = manifest.split(SPLIT)
+        for shard in shards:
+            self._check_file(f"{folder.name}/{shard.file}", shard.bytes)
+        files = [TokenFile(str(folder / shard.file), shard) for shard in shards]
+        rows = Rows.of(files, self._format(), len(self._files))
+        self._files += files
+        count = len(rows.length)
+        if source.limit is not None:
+            if source.limit > count:
+                raise UserError(f"{key}: limit {source.limit} is above the {count} conversations of {source.file}")
+            rows = rows.take(chosen(count, source.limit, mixed("limit", self._hash(source))))
+        if self.packing:
+            return rows
+        reader = self._reader(rows, whole=False)
+        assert isinstance(reader, SingleChats)
+        without = reader.without_targets()
+        if without.all():
+            raise UserError(
+                f"{key}: no conversation of {source.file} has anything to predict within its first {self.context + 1} "
+                "tokens: raise context"
+            )
+        self._dropped += int(without.sum())
+        return rows.take(~without)
+
+    def _split(self, rows: Rows, number: int) -> tuple[Rows, Rows]:
+        """The rows of a source for training, and those held out."""
+        source, count = self.sources[number], len(rows.length)
+        held_out = round(count * self.val_fraction)
+        if not 0 < held_out < count:
+            raise UserError(
+                f"val_fraction {self.val_fraction} of {count} conversations of sources[{number}] ({source.file}) "
+                f"holds out {held_out}: both sides need some"
+            )
+        val = np.zeros(count, np.bool_)
+        val[chosen(count, held_out, mixed("validation", self._hash(source), self.val_seed))] = True
+        return rows.take(~val), rows.take(val)
+
+    def _mixed(self, parts: Sequence[Rows]) -> Rows:
+        """The rows that an epoch takes of each source."""
+        counts = [len(rows.length) for rows in parts]
+        weights = [source.weight for source in self.sources if source.weight is not None]
+        taken = (
+            rows_by_weights(counts, weights)
+            if weights
+            else rows_by_epochs(counts, [source.epochs for source in self.sources])
+        )
+        return Rows.joined(
+            [
+                rows.take(repeated(count, number, mixed("epochs", self._hash(source))))
+                for rows, count, number, source in zip(parts, counts, taken, self.sources, strict=True)
+            ]
+        )
+
+    def _announce(self, stage: str | None) -> None:
+        """Say once how many conversations do not fit the context."""
+        if self.packing or stage != "fit" or rank_zero_only.rank != 0:  # type: ignore[attr-defined]
+            return
+        longer = int((self._rows().length > self.context + 1).sum())
+        if longer or self._dropped:
+            notice(
+                f"of {len(self._rows().length)} training conversations {longer} are cut at the context of "
+                f"{self.context} tokens; {self._dropped} with nothing to predict before it are dropped"
+            )
+
+    def _format(self) -> Format:
+        return Format(dtype_of(self.vocab_size), self.vocab_size, loss=True)
+
+    def _folder(self, source: ChatSource, tokenizer: Tokenizer) -> Path:
+        return self.data_dir / folder_name(Path(source.file), self._hash(source), tokenizer)
+
+    def _hash(self, source: ChatSource) -> str:
+        """The SHA-256 (hex) of the source's file, computed once."""
+        if source.file not in self._sha256:
+            self._sha256[source.file] = source_sha256(Path(source.file))
+        return self._sha256[source.file]
+
+    def _identity(self) -> str:
+        """A hash of all that decides which conversations the mixture takes, and their tokens."""
+        sources = [(self._hash(source), source.epochs, source.limit, source.weight) for source in self.sources]
+        content = repr((self.tokenizer.sha256, sources, self.val_fraction, self.val_seed if self.val_fraction else 0))
+        return hashlib.sha256(content.encode()).hexdigest()[:12]
+
+
+def _check_sources(sources: Sequence[ChatSource], val_sources: Sequence[ChatSource]) -> None:
+    """UserError if a source's settings are out of range or exclude each other."""
+    if not sources:
+        raise UserError("sources must name at least one file of conversations, got none")
+    for key, source in [
+        *((f"sources[{i}]", source) for i, source in enumerate(sources)),
+        *((f"val_sources[{i}]", source) for i, source in enumerate(val_sources)),
+    ]:
+        check_at_least(f"{key}: limit", source.limit, 1)
+        if not 0 < source.epochs < math.inf:
+            raise UserError(f"{key}: epochs must be above 0, got {source.epochs}")
+        if source.weight is not None and not 0 < source.weight < math.inf:
+            raise UserError(f"{key}: weight must be above 0, got {source.weight}")
+        if source.weight is not None and source.epochs != 1:
+            raise UserError(f"{key}: epochs and weight exclude each other, got {source.epochs} and {source.weight}")
+    for i, source in enumerate(val_sources):
+        if source.epochs != 1 or source.weight is not None:
+            raise UserError(f"val_sources[{i}]: each conversation is evaluated once, so epochs and weight mean nothing")
+    if 0 < sum(source.weight is None for source in sources) < len(sources):
+        raise UserError("sources: either all have a weight or none, got some of both")

@@ -55,7 +55,7 @@ def read_conversations(path: Path) -> Iterator[list[Message]]:
     number = 0
     try:
         with path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):  # noqa: B007 (the handlers below name the line)
+            for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield _messages(json.loads(line), f"{path}, line {number}")
     except OSError as error:

@@ -1,11 +1,11 @@
-"""``lapbench data``: data sets to WebDataset shards with a manifest, and tokenizers.
+"""``lapbench data``: data sets to WebDataset shards with a manifest; conversations and tokenizers.
 
 A new data set is one `Command` in `COMMANDS`.
 """
 
 import sys
 
-from lapbench.datamodules.convert import cifar, digits, fineweb_edu, imagenet, index, pydocs, tokenizer
+from lapbench.datamodules.convert import chat, cifar, digits, fineweb_edu, imagenet, index, pydocs, tokenizer
 from lapbench.datamodules.convert.command import Command
 from lapbench.datamodules.convert.report import report
 from lapbench.errors import ArgumentParser
@@ -19,6 +19,7 @@ COMMANDS: dict[str, Command] = {
     "pydocs": pydocs.COMMAND,
     "fineweb-edu": fineweb_edu.COMMAND,
     "tokenizer": tokenizer.COMMAND,
+    **chat.COMMANDS,
 }
 
 
@@ -32,7 +33,7 @@ def main(argv: list[str]) -> int:
     try:
         result, already = COMMANDS[arguments.command].run(arguments)
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted: the same command goes on where this one stopped (a tokenizer begins anew)\n")
+        sys.stderr.write("interrupted: the same command goes on where this one stopped (a single file begins anew)\n")
         return 130
     sys.stdout.write(report(result, already, str(arguments.out)))
     return 0

@@ -4,11 +4,14 @@ import argparse
 import json
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from lapbench.datamodules.conversations import check_messages
+from lapbench.datamodules.convert import chat_schemas
 from lapbench.datamodules.convert.chat_schemas import SCHEMAS, Schema, gsm8k_plain
+from lapbench.datamodules.convert.command import Command, add_texts
 from lapbench.datamodules.convert.progress import Bar
 from lapbench.datamodules.convert.rows import Row, count_rows, find_files, read_rows
 from lapbench.errors import UserError
@@ -17,6 +20,7 @@ from lapbench.errors import UserError
 class Converted(NamedTuple):
     """What was written: conversations, bytes, and the rows left out (``file, row: reason`` each)."""
 
+    dataset: str
     conversations: int
     bytes: int
     invalid: list[str]
@@ -65,7 +69,7 @@ def convert_chat(
             temporary.unlink(missing_ok=True)  # there only if the lines above failed
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}") from error
-    return Converted(conversations, size, invalid)
+    return Converted(name, conversations, size, invalid)
 
 
 def _write(
@@ -97,3 +101,46 @@ def _counted(rows: Iterator[Row], bar: Bar) -> Iterator[Row]:
     for row in rows:
         bar.advance(1)
         yield row
+
+
+def _configure(name: str, parser: argparse.ArgumentParser) -> None:
+    schema = SCHEMAS[name]
+    add_texts(parser, ".parquet or .jsonl files, or one folder with SPLIT-*.parquet")
+    parser.add_argument(
+        "--split", metavar="NAME", help=f"the split whose files to read in a folder (default: {schema.split})"
+    )
+    if name == "gsm8k":
+        parser.add_argument(
+            "--calculations",
+            choices=("tool", "remove"),
+            default="tool",
+            help="what becomes of <<48/2=24>>: a call of the Python tool and its output, or nothing (default: tool)",
+        )
+    parser.add_argument(
+        "--skip-invalid",
+        action="store_true",
+        help="leave out rows that make no conversation and count them; without this the first one stops the conversion",
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="the file to write, NAME.jsonl by custom"
+    )
+
+
+def _run(name: str, arguments: argparse.Namespace) -> tuple[Converted, bool]:
+    schema = SCHEMAS[name]
+    files = find_files(arguments.source, arguments.split, schema.split)
+    if name == "gsm8k" and arguments.calculations == "remove":
+        schema = schema._replace(messages=gsm8k_plain)
+    converted = convert_chat(name, schema, files, arguments.out, skip_invalid=arguments.skip_invalid, progress=True)
+    return converted, False
+
+
+COMMANDS = {
+    name: Command(
+        f"{schema.title} to conversation JSONL",
+        chat_schemas.__doc__ or "",
+        partial(_configure, name),
+        partial(_run, name),
+    )
+    for name, schema in SCHEMAS.items()
+}

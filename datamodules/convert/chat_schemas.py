@@ -2,8 +2,8 @@
 files in the Hugging Face schemas:
 
 - SmolTalk: ``messages``, a list of ``role`` and ``content``; a blank system message is left out;
-- MMLU: ``question``, ``choices``, ``answer`` (the number of the right choice), also inside a struct ``train``, where the
-  auxiliary split has them;
+- MMLU: ``question``, ``choices``, ``answer`` (the number of the right choice), also inside a struct ``train``, where
+  the auxiliary split has them;
 - ARC: ``question``, ``choices`` (``text`` and ``label``), ``answerKey``; the choices become A, B, C, ... whatever their
   labels;
 - GSM8K: ``question`` and ``answer``, with calculations ``<<48/2=24>>`` and the result after ``####``. As in nanochat a

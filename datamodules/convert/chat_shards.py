@@ -5,7 +5,6 @@ The folder's name tells the content of the file and of the tokenizer: another fi
 
 import hashlib
 import re
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 

@@ -2,6 +2,7 @@
 
 import shlex
 
+from lapbench.datamodules.convert.chat import Converted
 from lapbench.datamodules.convert.pipeline import DAMAGED
 from lapbench.datamodules.convert.token_shards import EMPTY
 from lapbench.datamodules.convert.tokenizer import Trained
@@ -16,10 +17,12 @@ CONFIGS = {
 }
 
 
-def report(result: Manifest | TokenManifest | Trained, already: bool, out: str) -> str:
+def report(result: Manifest | TokenManifest | Trained | Converted, already: bool, out: str) -> str:
     """The lines on what a command made in ``out``, or found there."""
     if isinstance(result, Trained):
         lines = _tokenizer(result, out)
+    elif isinstance(result, Converted):
+        lines = _conversations(result, out)
     else:
         lines = _images(result) if isinstance(result, Manifest) else _tokens(result)
         lines[0] = f"{'already converted: ' * already}{result.dataset}: {lines[0]} in {out}"
@@ -59,6 +62,15 @@ def _tokenizer(trained: Trained, out: str) -> list[str]:
         f"{trained.documents:,} documents ({trained.bytes_per_token:.2f} bytes a token on the first of them), in {out}",
         f"next: lapbench data fineweb-edu --source FILES --tokenizer {shlex.quote(out)} --out data/fineweb-edu",
     ]
+
+
+def _conversations(converted: Converted, out: str) -> list[str]:
+    lines = [
+        f"{converted.dataset}: {converted.conversations:,} conversations ({converted.bytes / 1e6:,.1f} MB) in {out}"
+    ]
+    if converted.invalid:
+        lines.append(f"invalid rows left out: {len(converted.invalid):,}; the first is {converted.invalid[0]}")
+    return [*lines, f"next: make {out} one of data.init_args.sources, as in the config language/d20_midtrain"]
 
 
 def _files(shards: int, size: int) -> str:

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lapbench.datamodules.convert import text_files
 from lapbench.datamodules.convert.formats import shorten
+from lapbench.datamodules.convert.parquet import read_columns, read_footer
 from lapbench.errors import UserError
 
-_BATCH_ROWS = 1000  # of parquet in memory at once
+SUFFIXES = (".parquet", ".jsonl")
 
 
 class Row(NamedTuple):
@@ -19,31 +21,27 @@ class Row(NamedTuple):
     values: dict[str, Any]
 
 
-def find_files(sources: Sequence[Path], split: str | None, default_split: str) -> list[Path]:
+def find_files(sources: Sequence[str], split: str | None, default_split: str) -> list[Path]:
     """The files to read: those named, or the files of a split in one folder of the Hugging Face layout.
 
     Args:
-        sources: Parquet and JSONL files; or one folder with ``SPLIT.parquet``, ``SPLIT-*.parquet`` or the same as
-            ``.jsonl``, also in its ``data``.
+        sources: Parquet and JSONL files, or globs of them; or one folder with ``SPLIT.parquet``, ``SPLIT-*.parquet`` or
+            the same as ``.jsonl``, also in its ``data``.
         split: The split of a folder; None takes ``default_split``.
         default_split: See ``split``.
 
     Raises:
-        UserError: nothing there, a file of another kind, a split asked of files, several folders.
+        UserError: nothing there, a file of another kind, a split asked of files.
     """
-    for path in sources:
-        if not path.exists():
-            raise UserError(f"--source {path}: no such file or folder")
-    if len(sources) == 1 and sources[0].is_dir():
-        return _of_split(sources[0], split or default_split)
-    for path in sources:
-        if path.is_dir():
-            raise UserError(f"--source {path} is a folder: expected files, or one folder alone")
-        if path.suffix not in (".parquet", ".jsonl"):
-            raise UserError(f"--source {path}: expected a .parquet or .jsonl file")
+    if len(sources) == 1 and Path(sources[0]).is_dir():
+        return _of_split(Path(sources[0]), split or default_split)
+    files = text_files.find(sources)
+    for path in files:
+        if path.suffix not in SUFFIXES:
+            raise UserError(f"--source {path}: expected a file of {' or '.join(SUFFIXES)}")
     if split is not None:
         raise UserError(f"--split {split} chooses among the files of a folder, but --source names files")
-    return list(sources)
+    return files
 
 
 def count_rows(path: Path, columns: Sequence[str], wrapper: str | None = None) -> int:
@@ -53,7 +51,9 @@ def count_rows(path: Path, columns: Sequence[str], wrapper: str | None = None) -
         UserError: the file cannot be read, or it is parquet without ``columns`` (see `read_rows`).
     """
     if path.suffix == ".parquet":
-        return _footer(path, columns, wrapper)[0]
+        metadata, schema = read_footer(path)
+        _columns(path, schema, columns, wrapper)
+        return int(metadata.num_rows)
     try:
         with path.open("rb") as lines:
             return sum(1 for line in lines if line.strip())
@@ -90,47 +90,40 @@ def _of_split(folder: Path, split: str) -> list[Path]:
     )
 
 
-def _footer(path: Path, columns: Sequence[str], wrapper: str | None) -> tuple[int, list[str]]:
-    """The number of rows, and the columns to read: ``columns``, or the wrapper if they are in there."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+def _columns(path: Path, schema: Any, columns: Sequence[str], wrapper: str | None) -> list[str]:
+    """The columns to read: ``columns``, or the wrapper if they are in there."""
+    import pyarrow.types as types
 
-    try:
-        with pq.ParquetFile(path) as file:
-            count, schema = file.metadata.num_rows, file.schema_arrow
-    except (pa.ArrowException, OSError) as error:
-        raise _unreadable(path, error) from error
     missing = [name for name in columns if name not in schema.names]
-    if missing and wrapper in schema.names and pa.types.is_struct(schema.field(wrapper).type):
+    if not missing:
+        return list(columns)
+    if wrapper is not None and wrapper in schema.names and types.is_struct(schema.field(wrapper).type):
         inner = schema.field(wrapper).type
         missing = [f"{wrapper}.{name}" for name in columns if inner.get_field_index(name) < 0]
-        columns = [str(wrapper)]
-    if missing:
-        raise UserError(f"{path}: expected a column {missing[0]!r}, got the columns {', '.join(schema.names)}")
-    return count, list(columns)
+        if not missing:
+            return [wrapper]
+    raise UserError(f"{path}: expected a column {missing[0]!r}, got {shorten(', '.join(schema.names))}")
 
 
 def _parquet(path: Path, columns: Sequence[str], wrapper: str | None) -> Iterator[Row]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    _, names = _footer(path, columns, wrapper)
+    metadata, schema = read_footer(path)
+    names = _columns(path, schema, columns, wrapper)
     number = 0
-    try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(_BATCH_ROWS, columns=names, use_threads=False):
-                for values in batch.to_pylist():
-                    yield Row(f"{path}, row {number}", values)
-                    number += 1
-    except (pa.ArrowException, OSError) as error:
-        raise _unreadable(path, error, f", after row {number},") from error
+    for group in range(metadata.num_row_groups):
+        try:
+            values = [column.to_pylist() for column in read_columns(path, group, names)]
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}, row group {group}: a text is not UTF-8") from error
+        for row in zip(*values, strict=True):
+            yield Row(f"{path}, row {number}", dict(zip(names, row, strict=True)))
+            number += 1
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
     number = 0
     try:
         with path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):  # noqa: B007 (the handlers below name the line)
+            for number, line in enumerate(lines, 1):
                 if line.strip():
                     values = json.loads(line)
                     if not isinstance(values, dict):
@@ -140,8 +133,3 @@ def _jsonl(path: Path) -> Iterator[Row]:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}, line {number}: not JSON: {' '.join(str(error).split())}") from error
-
-
-def _unreadable(path: Path, error: Exception, part: str = "") -> UserError:
-    reason = " ".join(str(error).split())
-    return UserError(f"{path}{part} is not readable as parquet (incomplete download?): {reason[:200]}")

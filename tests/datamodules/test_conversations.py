@@ -44,7 +44,13 @@ TOOLS = [
 
 
 def test_turns_and_what_the_model_writes(tokenizer):
-    messages = [{"role": "system", "content": "Be short."}, user("1+1?"), assistant(TOOLS), user("Sure?"), assistant("é")]
+    messages = [
+        {"role": "system", "content": "Be short."},
+        user("1+1?"),
+        assistant(TOOLS),
+        user("Sure?"),
+        assistant("é"),
+    ]
     [rendered] = render([messages], tokenizer)
     assert tokenizer.decode(rendered.tokens) == (
         "<|bos|><|user_start|>Be short.\n\n1+1?<|user_end|>"
@@ -80,7 +86,11 @@ def test_no_text_makes_a_special_token(tokenizer, texts):
 
 
 def test_a_batch_is_rendered_as_its_conversations_one_by_one(tokenizer):
-    conversations = [[user("a b"), assistant("c")], [user("?"), assistant(TOOLS)], [user("x"), assistant("y"), user("z")]]
+    conversations = [
+        [user("a b"), assistant("c")],
+        [user("?"), assistant(TOOLS)],
+        [user("x"), assistant("y"), user("z")],
+    ]
     assert render(conversations, tokenizer) == [render([one], tokenizer)[0] for one in conversations]
 
 
@@ -100,13 +110,19 @@ def test_a_batch_is_rendered_as_its_conversations_one_by_one(tokenizer):
         ([user(" \n")], "message 1: 'content' must hold some text, got ' \\n'"),
         ([user(3)], "message 1: 'content' of the user must be a string, got 3"),
         ([user(TOOLS)], "message 1: 'content' of the user must be a string, got [{"),
-        ([user("a"), {"role": "assistant"}], "'content' of the assistant must be a string or a list of parts, got None"),
+        (
+            [user("a"), {"role": "assistant"}],
+            "'content' of the assistant must be a string or a list of parts, got None",
+        ),
         ([user("a"), assistant([])], "message 2: 'content' must have at least one part"),
         ([user("a"), assistant([{"type": "image", "text": "b"}])], "message 2, part 1: expected {'type': one of text"),
         ([user("a"), assistant([{"type": "text"}])], "message 2, part 1: expected {'type'"),
         ([user("a"), assistant([{"type": "python", "text": " "}])], "part 1: 'text' must hold some text"),
         ([user("a"), assistant(TOOLS[2:3])], "message 2: expected a part that the assistant writes"),
-        ([user("a"), assistant("b\ud800")], "message 2: 'content' is no valid Unicode: character 1 is a lone surrogate"),
+        (
+            [user("a"), assistant("b\ud800")],
+            "message 2: 'content' is no valid Unicode: character 1 is a lone surrogate",
+        ),
     ],
 )
 def test_what_is_no_conversation(messages, message, tmp_path):
