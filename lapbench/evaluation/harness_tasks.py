@@ -1,0 +1,187 @@
+"""Tasks of lm-evaluation-harness over given questions. Imports ``lm_eval``, so import it only where it is needed.
+
+Prompts, answers and metrics are those of the harness's own task files. They differ in what follows: no examples stand
+before a question (the harness gives GSM8K five), and HumanEval runs its programs by `code_execution`, as the harness's
+own metric has to be fetched from the hub. Letter scoring replaces prompt and choices by those that fine-tuning uses.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import datasets
+import lm_eval.tasks
+from lm_eval.api.group import Group
+from lm_eval.api.task import ConfigurableTask
+from lm_eval.tasks._yaml_loader import load_yaml
+
+from lapbench.datamodules.conversations import LETTERS
+from lapbench.datamodules.convert import chat_schemas
+from lapbench.errors import UserError
+from lapbench.evaluation.code_execution import run_program
+from lapbench.evaluation.language_data import SPLIT
+from lapbench.evaluation.pass_at_k import pass_at_k
+from lapbench.evaluation.processes import Processes
+
+Scoring = Literal["letters", "harness"]
+Row = dict[str, Any]
+
+_FILES = {
+    "arc_easy": "arc/arc_easy.yaml",
+    "arc_challenge": "arc/arc_challenge.yaml",
+    "gsm8k": "gsm8k/gsm8k.yaml",
+    "humaneval": "humaneval/humaneval.yaml",
+}
+_MMLU = "mmlu/default"
+_FENCE = re.compile(r"```(?:python)?[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_LETTER_QUESTION = {"mmlu": chat_schemas.mmlu, "arc_easy": chat_schemas.arc, "arc_challenge": chat_schemas.arc}
+
+
+@dataclass(frozen=True)
+class Form:
+    """How questions are put and answers are scored.
+
+    Attributes:
+        scoring: Of multiple choice. "letters": the letter of the answer, after the question with its lettered
+            choices; "harness": as the harness has it, for ARC the text of the answer.
+        chat: Whether contexts become a user's turn: then nothing leads over to the answer.
+        samples: Answers to each question of HumanEval.
+        k: The k of pass@k.
+        temperature: Of these answers.
+        max_new_tokens: Most tokens of a generated answer.
+    """
+
+    scoring: Scoring = "harness"
+    chat: bool = False
+    samples: int = 10
+    k: tuple[int, ...] = (1, 10)
+    temperature: float = 0.8
+    max_new_tokens: int = 512
+
+
+def build_task(task: str, rows: Sequence[Row], form: Form, processes: Processes) -> dict[str, Any]:
+    """What ``lm_eval.evaluator.evaluate`` takes: the task, or for MMLU one for each subject and their group.
+
+    Raises:
+        UserError: MMLU without any question of a subject that the harness knows.
+    """
+    if task != "mmlu":
+        return {"tasks": {task: _task(_FILES[task], task, rows, form, processes)}}
+    of_subject: dict[str, list[Row]] = {}
+    for row in rows:
+        of_subject.setdefault(row["subject"], []).append(row)
+    tasks = {}
+    group = Group.from_config({**_load(f"{_MMLU}/_mmlu.yaml"), "task": []})
+    for subject, own in sorted(of_subject.items()):
+        file = f"{_MMLU}/mmlu_{subject}.yaml"
+        if not (_root() / file).is_file():
+            raise UserError(f"task mmlu: lm-evaluation-harness knows no subject {subject!r:.60}")
+        tasks[f"mmlu_{subject}"] = _task(file, "mmlu", own, form, processes)
+        group.add(tasks[f"mmlu_{subject}"])
+    return {"tasks": tasks, "groups": {"mmlu": group}}
+
+
+def _root() -> Path:
+    return Path(lm_eval.tasks.__file__).parent
+
+
+def _load(file: str) -> dict[str, Any]:
+    config: dict[str, Any] = load_yaml(_root() / file, resolve_func=False)
+    return config
+
+
+def _task(file: str, name: str, rows: Sequence[Row], form: Form, processes: Processes) -> Any:
+    config = _load(file)
+    for key in ("dataset_path", "dataset_name", "training_split", "validation_split", "fewshot_split", "tag"):
+        config.pop(key, None)
+    config |= {
+        "custom_dataset": lambda **ignored: {SPLIT: datasets.Dataset.from_list(list(rows))},
+        "test_split": SPLIT,
+        "num_fewshot": 0,
+    }
+    if name in _LETTER_QUESTION and form.scoring == "letters":
+        config |= _letters(name, form)
+    elif form.chat:
+        config["target_delimiter"] = ""  # an assistant's turn begins without a blank
+    if "generation_kwargs" in config:
+        config["generation_kwargs"]["max_gen_toks"] = form.max_new_tokens
+    if name == "gsm8k" and form.chat:
+        config["doc_to_text"] = "{{question}}"
+    if name == "humaneval":
+        config |= _humaneval(config["generation_kwargs"], form, processes)
+    return ConfigurableTask(config=config)
+
+
+def _letters(name: str, form: Form) -> dict[str, Any]:
+    """The question as fine-tuning puts it, the letters as its choices."""
+    messages = _LETTER_QUESTION[name]
+    # In plain text the answer stands on a line of its own, where a letter is one token as after <|assistant_start|>.
+    end = "" if form.chat else "\n"
+
+    def choices(row: Row) -> list[str]:
+        texts = row["choices"]["text"] if isinstance(row["choices"], dict) else row["choices"]
+        return list(LETTERS[: len(texts)])
+
+    return {
+        "description": "",
+        "doc_to_text": lambda row: messages(row)[0]["content"] + end,
+        "doc_to_choice": choices,
+        "doc_to_target": lambda row: LETTERS.index(messages(row)[1]["content"]),
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
+
+
+def _humaneval(generation: dict[str, Any], form: Form, processes: Processes) -> dict[str, Any]:
+    """Several sampled answers to each question; whether each passes takes the answer's place, then pass@k."""
+
+    def passed(answers: Sequence[Sequence[str]], rows: Sequence[Row]) -> list[list[bool]]:
+        programs = [
+            program_of(row, answer, form.chat) for row, own in zip(rows, answers, strict=True) for answer in own
+        ]
+        outcomes = iter(processes.map(run_program, programs))
+        return [[next(outcomes).passed for _ in own] for own in answers]
+
+    return {
+        "repeats": form.samples,
+        "generation_kwargs": {
+            **generation,
+            "until": [] if form.chat else generation["until"],
+            "do_sample": form.temperature > 0,
+            "temperature": form.temperature,
+        },
+        "filter_list": [{"name": "passed", "filter": [{"function": "custom", "filter_fn": passed}]}],
+        "metric_list": [
+            {"metric": partial_named(_pass_at, form.k), "aggregation": "mean", "higher_is_better": True},
+        ],
+    }
+
+
+def partial_named(function: Any, *arguments: Any) -> Any:
+    """``functools.partial`` with the ``__name__`` that the harness asks a metric for."""
+    bound = partial(function, *arguments)
+    bound.__name__ = function.__name__.lstrip("_")  # type: ignore[attr-defined]
+    return bound
+
+
+def _pass_at(k: Sequence[int], references: Sequence[str], predictions: Sequence[Sequence[bool]]) -> dict[str, float]:
+    (passed,) = predictions
+    return {f"pass@{one}": pass_at_k(len(passed), sum(passed), one) for one in k}
+
+
+def program_of(row: Row, answer: str, chat: bool) -> str:
+    """The program that decides whether an answer to a question of HumanEval passes.
+
+    In a chat the answer is what stands in its first code block, or all of it; where it does not define the function
+    again, it continues the prompt. What the prompt defines and imports is there in any case.
+    """
+    if chat:
+        block = _FENCE.search(answer)
+        answer = block.group(1) if block else answer
+        if re.search(rf"^\s*def\s+{re.escape(row['entry_point'])}\b", answer, re.MULTILINE):
+            head = row["prompt"][: row["prompt"].rfind(f"def {row['entry_point']}")]
+            return f"{head}\n{answer}\n\n{row['test']}\ncheck({row['entry_point']})\n"
+    return f"{row['prompt']}{answer}\n\n{row['test']}\ncheck({row['entry_point']})\n"
