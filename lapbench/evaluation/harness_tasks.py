@@ -5,6 +5,7 @@ before a question (the harness gives GSM8K five), and HumanEval runs its program
 own metric has to be fetched from the hub. Letter scoring replaces prompt and choices by those that fine-tuning uses.
 """
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from lapbench.datamodules.conversations import LETTERS
 from lapbench.datamodules.convert import chat_schemas
 from lapbench.errors import UserError
-from lapbench.evaluation.code_execution import run_program
+from lapbench.evaluation.code_execution import run_programs
 from lapbench.evaluation.language_data import SPLIT
 from lapbench.evaluation.pass_at_k import pass_at_k
 from lapbench.evaluation.processes import Processes
@@ -36,6 +37,7 @@ _FILES = {
     "humaneval": "humaneval/humaneval.yaml",
 }
 _MMLU = "mmlu/default"
+_PROGRAMS = 16  # that a process runs in one go
 _FENCE = re.compile(r"```(?:python)?[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _LETTER_QUESTION = {"mmlu": chat_schemas.mmlu, "arc_easy": chat_schemas.arc, "arc_challenge": chat_schemas.arc}
 
@@ -142,8 +144,15 @@ def _humaneval(generation: dict[str, Any], form: Form, processes: Processes) -> 
         programs = [
             program_of(row, answer, form.chat) for row, own in zip(rows, answers, strict=True) for answer in own
         ]
-        outcomes = iter(processes.map(run_program, programs))
+        parts = [programs[i : i + _PROGRAMS] for i in range(0, len(programs), _PROGRAMS)]
+        # All processes may be on this machine.
+        run = partial(run_programs, workers=max(1, len(os.sched_getaffinity(0)) // processes.count))
+        outcomes = iter([outcome for part in processes.map(run, parts) for outcome in part])
         return [[next(outcomes).passed for _ in own] for own in answers]
+
+    def pass_at(references: Sequence[str], predictions: Sequence[Sequence[bool]]) -> dict[str, float]:
+        (own,) = predictions
+        return {f"pass@{k}": pass_at_k(len(own), sum(own), k) for k in form.k}
 
     return {
         "repeats": form.samples,
@@ -154,22 +163,8 @@ def _humaneval(generation: dict[str, Any], form: Form, processes: Processes) -> 
             "temperature": form.temperature,
         },
         "filter_list": [{"name": "passed", "filter": [{"function": "custom", "filter_fn": passed}]}],
-        "metric_list": [
-            {"metric": partial_named(_pass_at, form.k), "aggregation": "mean", "higher_is_better": True},
-        ],
+        "metric_list": [{"metric": pass_at, "aggregation": "mean", "higher_is_better": True}],
     }
-
-
-def partial_named(function: Any, *arguments: Any) -> Any:
-    """``functools.partial`` with the ``__name__`` that the harness asks a metric for."""
-    bound = partial(function, *arguments)
-    bound.__name__ = function.__name__.lstrip("_")  # type: ignore[attr-defined]
-    return bound
-
-
-def _pass_at(k: Sequence[int], references: Sequence[str], predictions: Sequence[Sequence[bool]]) -> dict[str, float]:
-    (passed,) = predictions
-    return {f"pass@{one}": pass_at_k(len(passed), sum(passed), one) for one in k}
 
 
 def program_of(row: Row, answer: str, chat: bool) -> str:

@@ -1,0 +1,358 @@
+"""What a language model knows and can do: ARC, MMLU, GSM8K and HumanEval, through lm-evaluation-harness."""
+
+import hashlib
+import importlib.util
+import json
+import logging
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import nn
+
+from lapbench.backbones import Decoder
+from lapbench.datamodules.conversations import letter_tokens
+from lapbench.datamodules.tokenizer import Tokenizer
+from lapbench.errors import UserError
+from lapbench.evaluation.base import Evaluation, FinishedTraining
+from lapbench.evaluation.code_execution import check_containment
+from lapbench.evaluation.language_data import DATA_SETS, Questions, load_questions
+from lapbench.evaluation.processes import Processes
+from lapbench.results.files import read_json, write_json
+
+TASKS = tuple(DATA_SETS)
+Scoring = Literal["letters", "harness"]
+
+
+@dataclass(frozen=True)
+class LanguageSettings:
+    """The settings of a ``LanguageEvaluation``, as its section in the record shows them."""
+
+    tasks: tuple[str, ...]
+    data_dir: str | None
+    scoring: Scoring
+    chat: bool
+    limit: int | None
+    samples: int
+    k: tuple[int, ...]
+    temperature: float
+    max_new_tokens: int
+    batch_size: int
+
+
+class LanguageEvaluation(Evaluation):
+    """Scores a language model on questions without examples before them (zero-shot), all as fractions.
+
+    - NAME/arc_easy, NAME/arc_challenge, NAME/mmlu: accuracy; of MMLU over all questions of all subjects. With harness
+      scoring also NAME/arc_..._acc_norm, by likelihood for each character of an answer.
+    - NAME/gsm8k: exact match of the number after ``####``; NAME/gsm8k_flexible: of the last number of the answer.
+    - NAME/humaneval_pass@K: the unbiased estimate of pass@K from ``samples`` answers.
+    - NAME/average: the mean of the five, HumanEval by its largest K; only where all five are evaluated.
+
+    The number of processes does not change the scores, and the same seed draws the same answers. A task that is done is
+    kept in the run's folder, so that an evaluation that was stopped goes on with the next one.
+
+    Args:
+        tasks: Which of arc_easy, arc_challenge, mmlu, gsm8k and humaneval.
+        data_dir: Folder with a folder for each task that holds ``test.jsonl`` or ``test*.parquet`` in the data set's
+            own schema: named like the task, or a copy of its repository on the hub. null loads from the hub.
+        scoring: Of multiple choice. "letters": which letter is likeliest after the question with its lettered choices,
+            as in nanochat and the paper; "harness": prompts and answers of lm-evaluation-harness.
+        chat: Put questions as a user's turn of a conversation; for models fine-tuned on conversations.
+        limit: Take the first questions only, so many of each task and of each subject of MMLU; to try things out.
+        samples: Answers to each question of HumanEval.
+        k: The k of pass@k.
+        temperature: Of the answers to HumanEval; those to GSM8K are the likeliest ones.
+        max_new_tokens: Most tokens of a generated answer.
+        batch_size: Sequences in a batch of one process.
+        allow_code_execution: Run the programs that the model writes for HumanEval, each in a process with little time,
+            memory and rights. A guard, no security boundary.
+        name: Its name in record and tables.
+
+    Raises:
+        UserError: An unknown task, a setting out of range, HumanEval without ``allow_code_execution``.
+    """
+
+    def __init__(
+        self,
+        tasks: list[str] = list(TASKS),  # noqa: B006  never mutated; jsonargparse shows it
+        data_dir: str | None = None,
+        scoring: Scoring = "letters",
+        chat: bool = True,
+        limit: int | None = None,
+        samples: int = 10,
+        k: list[int] = [1, 10],  # noqa: B006
+        temperature: float = 0.8,
+        max_new_tokens: int = 512,
+        batch_size: int = 16,
+        allow_code_execution: bool = False,
+        name: str = "language",
+    ) -> None:
+        super().__init__(name)
+        _check_tasks(tasks, allow_code_execution)
+        for setting, value, good, expected in (
+            ("scoring", scoring, scoring in ("letters", "harness"), "letters or harness"),
+            ("limit", limit, limit is None or limit >= 1, "at least 1"),
+            ("samples", samples, samples >= 1, "at least 1"),
+            ("k", k, len(k) > 0 and all(1 <= one <= samples for one in k), f"numbers from 1 to the {samples} samples"),
+            ("temperature", temperature, 0 <= temperature < float("inf"), "a finite number of at least 0"),
+            ("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "at least 1"),
+            ("batch_size", batch_size, batch_size >= 1, "at least 1"),
+        ):
+            if not good:
+                raise UserError(f"LanguageEvaluation.{setting}: expected {expected}, got {value}")
+        self.settings = LanguageSettings(
+            tuple(tasks),
+            data_dir,
+            scoring,
+            chat,
+            limit,
+            samples,
+            tuple(sorted(set(k))),
+            temperature,
+            max_new_tokens,
+            batch_size,
+        )
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Says before training what would only be found out after it."""
+        if stage == "fit":
+            self.check(pl_module)
+
+    def check(self, task: pl.LightningModule) -> None:
+        """Finds out whether everything is there that the evaluation needs, the questions included.
+
+        Raises:
+            UserError: It is not.
+        """
+        if not isinstance(getattr(task, "backbone", None), Decoder):
+            raise UserError(f"LanguageEvaluation: expected a language model, got {type(task).__name__}")
+        if importlib.util.find_spec("lm_eval") is None:
+            raise UserError(
+                "LanguageEvaluation needs lm-evaluation-harness, which is not installed: pip install 'lapbench[language]'"
+            )
+        if "humaneval" in self.settings.tasks:
+            check_containment()
+        if self.settings.data_dir is not None:
+            for name in self.settings.tasks:
+                self._questions(name)
+
+    def evaluate(self, run: FinishedTraining) -> dict[str, Any]:
+        """Scores the model on each task."""
+        self.check(run.task)
+        processes = Processes.of(run.outer)
+        model, tokenizer = cast(Decoder, run.task.backbone), _tokenizer(run.data)
+        if self.settings.scoring == "letters":
+            letter_tokens(tokenizer)  # raises if the likeliest letter were not the likeliest next token
+        weights = processes.of_first(_hash(model) if processes.rank == 0 else "")
+        with isolate_rng():  # the harness draws from python's generator
+            tasks = {name: self._task(name, run, model, tokenizer, weights, processes) for name in self.settings.tasks}
+        return {
+            "metrics": self._metrics(tasks),
+            "settings": asdict(self.settings),
+            "tasks": tasks,
+            "versions": {"lm_eval": version("lm_eval")},
+        }
+
+    def _questions(self, task: str) -> Questions:
+        folder = self.settings.data_dir
+        return load_questions(task, None if folder is None else Path(folder))
+
+    def _task(
+        self,
+        name: str,
+        run: FinishedTraining,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        weights: str,
+        processes: Processes,
+    ) -> dict[str, Any]:
+        """What is known of one task, from an earlier start if it was done then."""
+        questions = self._questions(name)
+        settings = asdict(self.settings)
+        for key in ("tasks", "data_dir", "batch_size"):
+            del settings[key]
+        key = json.loads(
+            json.dumps(
+                {
+                    **settings,
+                    "questions": questions.sha256,
+                    "weights": weights,
+                    "tokenizer": tokenizer.sha256,
+                    "seed": run.seed,
+                    "lm_eval": version("lm_eval"),
+                }
+            )
+        )
+        file = run.folder / f"{name}.json"
+        earlier = processes.of_first(read_json(file) if file.is_file() else {})
+        if earlier.get("key") == key:
+            return cast(dict[str, Any], earlier["result"])
+        result = self._score(name, questions, run, model, tokenizer, processes)
+        if processes.rank == 0:
+            write_json(file, {"key": key, "result": result})
+        return result
+
+    def _score(
+        self,
+        name: str,
+        questions: Questions,
+        run: FinishedTraining,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        processes: Processes,
+    ) -> dict[str, Any]:
+        from lm_eval.evaluator import evaluate
+
+        from lapbench.evaluation.harness_model import HarnessModel
+        from lapbench.evaluation.harness_tasks import Form, build_task
+
+        s = self.settings
+        letters = s.scoring == "letters" and name in ("arc_easy", "arc_challenge", "mmlu")
+        harness = HarnessModel(
+            model,
+            tokenizer,
+            batch_size=s.batch_size,
+            chat=s.chat,
+            separate=letters,
+            seed=run.seed,
+            processes=processes,
+            autocast=run.outer.precision_plugin.forward_context,
+            progress=_Progress(f"{self.name}: {name}", processes),
+        )
+        with _quiet_harness():
+            form = Form(s.scoring, s.chat, s.samples, s.k, s.temperature, s.max_new_tokens)
+            tasks = build_task(name, questions.rows, form, processes)
+            # The closed-form standard error of a mean needs no bootstrap, but is not computed for 0 draws.
+            found = evaluate(
+                harness,
+                tasks,
+                limit=s.limit,
+                bootstrap_iters=1,
+                log_samples=False,
+                confirm_run_unsafe_code=name == "humaneval",
+            )
+        return _result(name, found, harness.truncated)
+
+    def _metrics(self, tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+        metrics = {f"{self.name}/{key}": v for task in tasks.values() for key, v in task["metrics"].items()}
+        if set(TASKS) <= set(tasks):
+            best = f"humaneval_pass@{max(self.settings.k)}"
+            five = [metrics[f"{self.name}/{key}"] for key in (*(t for t in TASKS if t != "humaneval"), best)]
+            metrics[f"{self.name}/average"] = sum(five) / len(five)
+        return metrics
+
+
+# The metrics of the harness, and what they are called here.
+_METRICS = {
+    "acc,none": "",
+    "acc_norm,none": "_acc_norm",
+    "exact_match,strict-match": "",
+    "exact_match,flexible-extract": "_flexible",
+}
+
+
+def _result(name: str, found: Mapping[str, Any], truncated: int) -> dict[str, Any]:
+    """Metrics, their standard errors and the number of questions of a task, and of each subject where it has some."""
+    results = found["results"]
+    metrics, errors = _named(name, results[name])
+    result: dict[str, Any] = {
+        "metrics": metrics,
+        "standard_errors": errors,
+        "questions": sum(n["effective"] for n in found["n-samples"].values()),
+        "truncated": truncated,
+    }
+    if len(results) > 1:
+        result["subjects"] = {key: values["acc,none"] for key, values in sorted(results.items()) if key != name}
+    return result
+
+
+def _named(task: str, values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
+    metrics, errors = {}, {}
+    for key, value in values.items():
+        name, _, filtered = key.partition(",")
+        if key in _METRICS:
+            ours = f"{task}{_METRICS[key]}"
+        elif re.fullmatch(r"pass@\d+", name):
+            ours = f"{task}_{name}"
+        else:
+            continue
+        metrics[ours] = float(value)
+        error = values.get(f"{name}_stderr,{filtered}")
+        if isinstance(error, float):
+            errors[ours] = error
+    return metrics, errors
+
+
+def _check_tasks(tasks: list[str], allow_code_execution: bool) -> None:
+    if not tasks:
+        raise UserError(f"LanguageEvaluation.tasks: expected one of {', '.join(TASKS)}, got none")
+    for name in tasks:
+        if name not in TASKS:
+            raise UserError(f"LanguageEvaluation.tasks: unknown task {name!r}; expected {', '.join(TASKS)}")
+        if tasks.count(name) > 1:
+            raise UserError(f"LanguageEvaluation.tasks: {name} stands twice")
+    if "humaneval" in tasks and not allow_code_execution:
+        raise UserError(
+            "LanguageEvaluation.tasks: humaneval runs programs that the model writes; allow it with "
+            "allow_code_execution (--allow-code-execution), or leave it out"
+        )
+
+
+def _tokenizer(data: pl.LightningDataModule) -> Tokenizer:
+    if not isinstance(getattr(data, "tokenizer", None), Tokenizer):
+        data.setup("test")  # nothing was trained in this process
+    tokenizer: Any = getattr(data, "tokenizer", None)
+    if not isinstance(tokenizer, Tokenizer):
+        raise UserError(f"LanguageEvaluation: expected text with a tokenizer, got {type(data).__name__}")
+    return tokenizer
+
+
+def _hash(model: nn.Module) -> str:
+    """SHA-256 of all parameters and buffers."""
+    import torch
+
+    digest = hashlib.sha256()
+    for name, value in model.state_dict().items():
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+class _Progress:
+    """A line on stderr every ten seconds."""
+
+    def __init__(self, name: str, processes: Processes, every_seconds: float = 10.0) -> None:
+        self.name = name
+        self.every_seconds = every_seconds
+        self.stream = sys.stderr if processes.rank == 0 else None
+        self._next = time.monotonic() + every_seconds
+
+    def __call__(self, done: int, total: int) -> None:
+        if self.stream is not None and time.monotonic() >= self._next:
+            self._next = time.monotonic() + self.every_seconds
+            print(f"{self.name}: batch {done}/{total}", file=self.stream, flush=True)
+
+
+@contextmanager
+def _quiet_harness() -> Iterator[None]:
+    """Leaves out the harness's progress bars, which end before the model begins, and its remarks on its own tasks."""
+    import lm_eval.api.task as harness_task
+
+    logger = logging.getLogger("lm_eval")
+    level, bar = logger.level, harness_task.tqdm
+    logger.setLevel(logging.ERROR)
+    harness_task.tqdm = lambda items, **settings: items
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        harness_task.tqdm = bar
