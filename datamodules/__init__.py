@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lapbench.datamodules.builtin import CIFAR10, CIFAR100, Digits, ImageNet
     from lapbench.datamodules.builtin_text import FineWebEdu, PyDocs
+    from lapbench.datamodules.chat import Chat, ChatSource
     from lapbench.datamodules.images import ImageShards
     from lapbench.datamodules.manifest import Manifest, Shard
     from lapbench.datamodules.text import TextShards
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = [
     "CIFAR10",
     "CIFAR100",
+    "Chat",
+    "ChatSource",
     "Digits",
     "FineWebEdu",
     "ImageNet",
@@ -34,6 +37,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Chat": "chat",
+    "ChatSource": "chat",
     "FineWebEdu": "builtin_text",
     "ImageShards": "images",
     "Manifest": "manifest",

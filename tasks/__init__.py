@@ -1,5 +1,6 @@
 """LightningModules: one file for each training paradigm. ``TASKS`` names them."""
 
 from lapbench.tasks.classification import ImageClassification
+from lapbench.tasks.language_modeling import LanguageModeling
 
-__all__ = ["ImageClassification"]
+__all__ = ["ImageClassification", "LanguageModeling"]

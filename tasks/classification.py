@@ -15,15 +15,14 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lapbench.backbones import VisionSettings, build_vision_backbone
 from lapbench.errors import UserError
-from lapbench.optim import LRSchedule, OptimizerSettings, build_optimizer, build_scheduler
+from lapbench.optim import LRSchedule, OptimizerSettings, build_optimizer
 from lapbench.optim.ema import EMA
 from lapbench.tasks.metrics import SampleMean
+from lapbench.tasks.steps import NonFiniteLossError, check_finite, log_step, with_schedule
+
+__all__ = ["ImageClassification", "Mixing", "NonFiniteLossError"]
 
 Stage = Literal["val", "test"]
-
-
-class NonFiniteLossError(UserError):
-    """The training loss became NaN or infinite; the weights are still those of the last optimizer step."""
 
 
 @dataclass
@@ -164,16 +163,7 @@ class ImageClassification(pl.LightningModule):
             raise UserError("optimizer.lr_batch_size: scaling the learning rate needs a DataModule with a batch_size")
         batch = 0 if data is None else data.batch_size * trainer.world_size * trainer.accumulate_grad_batches
         optimizer = build_optimizer(self.backbone, self.optimizer_settings, batch)
-        trainer.fit_loop.setup_data()  # the estimate does so only where it needs the number of batches
-        total = trainer.estimated_stepping_batches
-        if not math.isfinite(total):
-            raise UserError(
-                "trainer.max_epochs: expected a number of epochs or trainer.max_steps, got training without end"
-            )
-        steps_per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
-        warmup = round(self.lr_schedule.warmup_epochs * steps_per_epoch)
-        scheduler = build_scheduler(optimizer, self.lr_schedule, total=int(total), warmup=warmup)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return with_schedule(trainer, optimizer, self.lr_schedule)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """One micro-batch.
@@ -187,15 +177,7 @@ class ImageClassification(pl.LightningModule):
             images, targets = self.mixup(images, labels)
         logits = self(images)
         loss: Tensor = self.train_loss_fn(logits, targets)
-        finite = bool(torch.isfinite(loss))
-        # All processes stop together: one that stops alone leaves the others waiting for its gradients.
-        if not self.trainer.strategy.reduce_boolean_decision(finite):
-            what = "not finite on another process" if finite else loss.item()
-            raise NonFiniteLossError(
-                f"train/loss is {what} at optimizer step {self.trainer.global_step}, epoch "
-                f"{self.trainer.current_epoch}, batch {batch_idx}: expected a finite number; a lower learning rate, "
-                "a longer warm-up or gradient clipping may help"
-            )
+        check_finite(self, loss, batch_idx)
         detached = loss.detach()
         self.train_loss.update(detached, weight=len(labels))
         self.log("train/loss", detached)
@@ -211,13 +193,7 @@ class ImageClassification(pl.LightningModule):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Logs the learning rate and the gradient norm before clipping."""
-        trainer = self.trainer
-        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if trainer.global_step % every and not trainer.is_last_batch:
-            return
-        gradients = [p.grad for p in self.backbone.parameters() if p.grad is not None]
-        self.log("train/grad_norm", nn.utils.get_total_norm(gradients))
-        self.log("train/lr", optimizer.param_groups[0]["lr"])
+        log_step(self, self.backbone, optimizer)
 
     def on_validation_epoch_start(self) -> None:
         """Forgets what an interrupted validation gathered."""

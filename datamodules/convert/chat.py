@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from lapbench.datamodules.conversations import check_messages
-from lapbench.datamodules.convert import chat_schemas
 from lapbench.datamodules.convert.chat_schemas import SCHEMAS, Schema, gsm8k_plain
 from lapbench.datamodules.convert.command import Command, add_texts
 from lapbench.datamodules.convert.progress import Bar
@@ -136,11 +135,6 @@ def _run(name: str, arguments: argparse.Namespace) -> tuple[Converted, bool]:
 
 
 COMMANDS = {
-    name: Command(
-        f"{schema.title} to conversation JSONL",
-        chat_schemas.__doc__ or "",
-        partial(_configure, name),
-        partial(_run, name),
-    )
+    name: Command(f"{schema.title}, to JSONL", schema.description, partial(_configure, name), partial(_run, name))
     for name, schema in SCHEMAS.items()
 }

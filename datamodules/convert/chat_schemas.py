@@ -1,14 +1,4 @@
-"""Data sets of questions and conversations to conversation JSONL (see `conversations`), from local parquet or JSONL
-files in the Hugging Face schemas:
-
-- SmolTalk: ``messages``, a list of ``role`` and ``content``; a blank system message is left out;
-- MMLU: ``question``, ``choices``, ``answer`` (the number of the right choice), also inside a struct ``train``, where
-  the auxiliary split has them;
-- ARC: ``question``, ``choices`` (``text`` and ``label``), ``answerKey``; the choices become A, B, C, ... whatever their
-  labels;
-- GSM8K: ``question`` and ``answer``, with calculations ``<<48/2=24>>`` and the result after ``####``. As in nanochat a
-  calculation becomes a call of the Python tool and its output; ``--calculations remove`` leaves plain text.
-"""
+"""The Hugging Face schemas of data sets that become conversations: what a row means."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -26,13 +16,14 @@ Messages = list[dict[str, Any]]
 
 
 class Schema(NamedTuple):
-    """A data set: its title, its columns, the split that is read unless told, and a row's messages.
+    """A data set: title and description for the help, its columns, the split that is read unless told.
 
-    ``messages`` raises UserError that says what is wrong with the row, but not where it is. ``wrapper`` may name a
-    struct in which the columns are.
+    ``messages`` makes a row's messages; its UserError says what is wrong with the row, but not where it is.
+    ``wrapper`` may name a struct in which the columns are.
     """
 
     title: str
+    description: str
     columns: tuple[str, ...]
     split: str
     messages: Callable[[Mapping[str, Any]], Messages]
@@ -40,7 +31,7 @@ class Schema(NamedTuple):
 
 
 def smoltalk(row: Mapping[str, Any]) -> Messages:
-    """A row of SmolTalk as messages; what they must be is checked by whoever writes them."""
+    """A row of SmolTalk without a blank system message; the messages are still to be checked."""
     messages = row.get("messages")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise UserError(f"'messages' must be a list of objects, got {shorten(messages)}")
@@ -78,7 +69,7 @@ def arc(row: Mapping[str, Any]) -> Messages:
 
 
 def gsm8k(row: Mapping[str, Any]) -> Messages:
-    """A row of GSM8K, its calculations as calls of the Python tool."""
+    """A row of GSM8K, its calculations as calls of the Python tool, as in nanochat."""
     question, answer = _text(row, "question"), _answer(row)
     # re.split with a group: text, calculation, text, ...
     text, *rest = _CALCULATION.split(answer)
@@ -97,13 +88,41 @@ def gsm8k_plain(row: Mapping[str, Any]) -> Messages:
     return _turns(_text(row, "question"), _CALCULATION.sub("", _answer(row)))
 
 
+_JSONL = "Local files in the Hugging Face schema to JSONL, one conversation a line."
+_LETTERS = "Each row becomes a question with lettered choices, and the answer is the letter alone."
+
 SCHEMAS = {
-    "smoltalk": Schema("SmolTalk", ("messages",), "train", smoltalk),
-    "mmlu-auxiliary": Schema(
-        "MMLU's auxiliary training questions", ("question", "choices", "answer"), "auxiliary_train", mmlu, "train"
+    "smoltalk": Schema(
+        "SmolTalk",
+        f"{_JSONL} Column: messages, a list of role and content; blank system messages are left out.",
+        ("messages",),
+        "train",
+        smoltalk,
     ),
-    "gsm8k": Schema("GSM8K", ("question", "answer"), "train", gsm8k),
-    "arc": Schema("ARC (Easy or Challenge)", ("question", "choices", "answerKey"), "train", arc),
+    "mmlu-auxiliary": Schema(
+        "MMLU's auxiliary training questions",
+        f"{_JSONL} Columns: question, choices, answer (the number of the right choice, from 0), also inside a struct "
+        f"'train', where the auxiliary split has them. {_LETTERS}",
+        ("question", "choices", "answer"),
+        "auxiliary_train",
+        mmlu,
+        "train",
+    ),
+    "gsm8k": Schema(
+        "GSM8K",
+        f"{_JSONL} Columns: question, and answer with calculations like <<48/2=24>> and the result after ####.",
+        ("question", "answer"),
+        "train",
+        gsm8k,
+    ),
+    "arc": Schema(
+        "ARC, Easy or Challenge",
+        f"{_JSONL} Columns: question, choices (text and label), answerKey. {_LETTERS} Choices are lettered A, B, C "
+        "and so on whatever their labels are.",
+        ("question", "choices", "answerKey"),
+        "train",
+        arc,
+    ),
 }
 
 

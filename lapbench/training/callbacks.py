@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
-from lapbench.tasks.classification import NonFiniteLossError
+from lapbench.tasks.steps import NonFiniteLossError
 from lapbench.training.damaged import DamagedImages
 from lapbench.training.exact_resume import ExactResume
 from lapbench.training.recording import RecordWriter

@@ -35,6 +35,21 @@ def test_constant_after_warmup() -> None:
     assert rates(LRSchedule("constant", warmup_lr=0.0, min_lr=0.5), 2.0, 4, 2) == [0.0, 1.0, 2.0, 2.0, 2.0]
 
 
+def test_trapezoid_by_hand() -> None:
+    """arXiv 2405.18392: flat until the last share of the steps, then linear."""
+    settings = LRSchedule("trapezoid", warmup_lr=0.0, warmdown=0.4)
+    assert rates(settings, 2.0, 10, 2) == pytest.approx([0, 1, 2, 2, 2, 2, 2, 1.5, 1, 0.5, 0])
+    settings = LRSchedule("trapezoid", warmdown=0.2, final_fraction=0.1)
+    assert rates(settings, 2.0, 10, 0) == pytest.approx([2.0] * 9 + [1.1, 0.2])
+    assert rates(LRSchedule("trapezoid", warmdown=0.0), 2.0, 3, 0)[:3] == [2.0, 2.0, 2.0]
+
+
+def test_warmup_in_steps_comes_before_warmup_in_epochs() -> None:
+    assert LRSchedule(warmup_epochs=1.5).warmup(10) == 15
+    assert LRSchedule(warmup_epochs=1.5, warmup_steps=7).warmup(10) == 7
+    assert LRSchedule(warmup_epochs=1.5, warmup_steps=0).warmup(10) == 0
+
+
 def test_without_warmup_the_first_step_has_the_peak() -> None:
     assert rates(LRSchedule(warmup_lr=0.5, min_lr=0.0), 1.0, 2, 0) == pytest.approx([1.0, 0.5, 0.0])
 
@@ -96,6 +111,10 @@ def test_a_resumed_scheduler_goes_on_where_it_stopped() -> None:
         (1e-3, {"warmup_lr": 1e-2}, {}, "lr_schedule.warmup_lr: expected 0..0.001 .the peak., got 0.01"),
         (1e-3, {"min_lr": -1e-3}, {}, "lr_schedule.min_lr: expected 0..0.001 .*, got -0.001"),
         (1e-3, {"warmup_lr": math.nan}, {}, "lr_schedule.warmup_lr: expected 0..0.001 .*, got nan"),
+        (1.0, {"warmup_steps": 10}, {"warmup": 10}, "warmup_steps: the warm-up takes 10 of the 10 optimizer steps"),
+        (1.0, {"name": "trapezoid", "warmdown": 1.1}, {}, "lr_schedule.warmdown: expected 0..1, got 1.1"),
+        (1.0, {"name": "trapezoid", "final_fraction": -1}, {}, "lr_schedule.final_fraction: expected 0..1, got -1"),
+        (1.0, {"name": "trapezoid", "warmdown": 0.9}, {}, "warm-up takes 2 and the warm-down 9 of the 10 optimizer"),
         (0.0, {"min_lr": 0.0, "warmup_lr": 0.0}, {}, "optimizer.lr: expected a learning rate above 0, got 0"),
     ],
 )

@@ -1,0 +1,63 @@
+"""What all tasks do alike around an optimizer step: its schedule, its log, and the end of a run whose loss is lost."""
+
+import math
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lapbench.errors import UserError
+from lapbench.optim import LRSchedule, build_scheduler
+
+
+class NonFiniteLossError(UserError):
+    """The training loss became NaN or infinite; the weights are still those of the last optimizer step."""
+
+
+def check_finite(task: pl.LightningModule, loss: Tensor, batch_idx: int) -> None:
+    """Ends the run if the loss is not finite.
+
+    Raises:
+        NonFiniteLossError: On all processes, before the optimizer could spread it to the weights.
+    """
+    finite = bool(torch.isfinite(loss))
+    # All processes stop together: one that stops alone leaves the others waiting for its gradients.
+    if task.trainer.strategy.reduce_boolean_decision(finite):
+        return
+    what = "not finite on another process" if finite else loss.item()
+    raise NonFiniteLossError(
+        f"train/loss is {what} at optimizer step {task.trainer.global_step}, epoch {task.trainer.current_epoch}, "
+        f"batch {batch_idx}: expected a finite number; a lower learning rate, a longer warm-up or gradient clipping "
+        "may help"
+    )
+
+
+def log_step(task: pl.LightningModule, model: nn.Module, optimizer: Optimizer) -> None:
+    """Logs train/grad_norm (of ``model``, before clipping) and train/lr (of the first group), when they are shown."""
+    trainer = task.trainer
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    # Loggers take the steps that Lightning counts from 1, the record an epoch's last one.
+    if (trainer.global_step + 1) % every and not trainer.is_last_batch:
+        return
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    task.log("train/grad_norm", nn.utils.get_total_norm(gradients))
+    task.log("train/lr", optimizer.param_groups[0]["lr"])
+
+
+def with_schedule(trainer: pl.Trainer, optimizer: Optimizer, settings: LRSchedule) -> OptimizerLRScheduler:
+    """The optimizer with its schedule, stepped after each of its steps, for ``configure_optimizers``.
+
+    Raises:
+        UserError: Training has no end, or the schedule does not fit it.
+    """
+    trainer.fit_loop.setup_data()  # the estimate does so only where it needs the number of batches
+    total = trainer.estimated_stepping_batches
+    if not math.isfinite(total):
+        raise UserError(
+            "trainer.max_epochs: expected a number of epochs or trainer.max_steps, got training without end"
+        )
+    steps_per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+    scheduler = build_scheduler(optimizer, settings, total=int(total), warmup=settings.warmup(steps_per_epoch))
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
