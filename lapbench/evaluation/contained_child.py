@@ -95,4 +95,5 @@ def _main() -> None:
     leave(0)
 
 
-_main()
+if __name__ == "__main__":
+    _main()

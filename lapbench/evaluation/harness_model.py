@@ -192,7 +192,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         with self.autocast():
             features = self.decoder.forward_features(torch.tensor(rows, device=self.decoder.embedding.weight.device))
         lengths = [max(map(len, one.targets)) for one in batch]
-        ends = [features[i, len(one.inputs) - n : len(one.inputs)] for i, (one, n) in enumerate(zip(batch, lengths))]
+        spans = [slice(len(one.inputs) - n, len(one.inputs)) for one, n in zip(batch, lengths, strict=True)]
+        ends = [row[span] for row, span in zip(features, spans, strict=True)]
         out: list[list[Likelihood]] = []
         for one, log_probs in zip(batch, self._log_probs(ends), strict=True):
             out.append([_likelihood(log_probs, targets) for targets in one.targets])

@@ -8,10 +8,9 @@ own metric has to be fetched from the hub. Letter scoring replaces prompt and ch
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import datasets
 import lm_eval.tasks
@@ -24,10 +23,10 @@ from lapbench.datamodules.convert import chat_schemas
 from lapbench.errors import UserError
 from lapbench.evaluation.code_execution import run_programs
 from lapbench.evaluation.language_data import SPLIT
+from lapbench.evaluation.language_settings import LanguageSettings
 from lapbench.evaluation.pass_at_k import pass_at_k
 from lapbench.evaluation.processes import Processes
 
-Scoring = Literal["letters", "harness"]
 Row = dict[str, Any]
 
 _FILES = {
@@ -42,36 +41,14 @@ _FENCE = re.compile(r"```(?:python)?[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _LETTER_QUESTION = {"mmlu": chat_schemas.mmlu, "arc_easy": chat_schemas.arc, "arc_challenge": chat_schemas.arc}
 
 
-@dataclass(frozen=True)
-class Form:
-    """How questions are put and answers are scored.
-
-    Attributes:
-        scoring: Of multiple choice. "letters": the letter of the answer, after the question with its lettered
-            choices; "harness": as the harness has it, for ARC the text of the answer.
-        chat: Whether contexts become a user's turn: then nothing leads over to the answer.
-        samples: Answers to each question of HumanEval.
-        k: The k of pass@k.
-        temperature: Of these answers.
-        max_new_tokens: Most tokens of a generated answer.
-    """
-
-    scoring: Scoring = "harness"
-    chat: bool = False
-    samples: int = 10
-    k: tuple[int, ...] = (1, 10)
-    temperature: float = 0.8
-    max_new_tokens: int = 512
-
-
-def build_task(task: str, rows: Sequence[Row], form: Form, processes: Processes) -> dict[str, Any]:
+def build_task(task: str, rows: Sequence[Row], settings: LanguageSettings, processes: Processes) -> dict[str, Any]:
     """What ``lm_eval.evaluator.evaluate`` takes: the task, or for MMLU one for each subject and their group.
 
     Raises:
         UserError: MMLU without any question of a subject that the harness knows.
     """
     if task != "mmlu":
-        return {"tasks": {task: _task(_FILES[task], task, rows, form, processes)}}
+        return {"tasks": {task: _task(_FILES[task], task, rows, settings, processes)}}
     of_subject: dict[str, list[Row]] = {}
     for row in rows:
         of_subject.setdefault(row["subject"], []).append(row)
@@ -81,9 +58,14 @@ def build_task(task: str, rows: Sequence[Row], form: Form, processes: Processes)
         file = f"{_MMLU}/mmlu_{subject}.yaml"
         if not (_root() / file).is_file():
             raise UserError(f"task mmlu: lm-evaluation-harness knows no subject {subject!r:.60}")
-        tasks[f"mmlu_{subject}"] = _task(file, "mmlu", own, form, processes)
+        tasks[f"mmlu_{subject}"] = _task(file, "mmlu", own, settings, processes)
         group.add(tasks[f"mmlu_{subject}"])
     return {"tasks": tasks, "groups": {"mmlu": group}}
+
+
+def by_letters(task: str, settings: LanguageSettings) -> bool:
+    """Whether the answer to ``task`` is a letter."""
+    return task in _LETTER_QUESTION and settings.scoring == "letters"
 
 
 def _root() -> Path:
@@ -95,7 +77,7 @@ def _load(file: str) -> dict[str, Any]:
     return config
 
 
-def _task(file: str, name: str, rows: Sequence[Row], form: Form, processes: Processes) -> Any:
+def _task(file: str, name: str, rows: Sequence[Row], settings: LanguageSettings, processes: Processes) -> Any:
     config = _load(file)
     for key in ("dataset_path", "dataset_name", "training_split", "validation_split", "fewshot_split", "tag"):
         config.pop(key, None)
@@ -104,24 +86,24 @@ def _task(file: str, name: str, rows: Sequence[Row], form: Form, processes: Proc
         "test_split": SPLIT,
         "num_fewshot": 0,
     }
-    if name in _LETTER_QUESTION and form.scoring == "letters":
-        config |= _letters(name, form)
-    elif form.chat:
+    if by_letters(name, settings):
+        config |= _letters(name, settings)
+    elif settings.chat:
         config["target_delimiter"] = ""  # an assistant's turn begins without a blank
     if "generation_kwargs" in config:
-        config["generation_kwargs"]["max_gen_toks"] = form.max_new_tokens
-    if name == "gsm8k" and form.chat:
+        config["generation_kwargs"]["max_gen_toks"] = settings.max_new_tokens
+    if name == "gsm8k" and settings.chat:
         config["doc_to_text"] = "{{question}}"
     if name == "humaneval":
-        config |= _humaneval(config["generation_kwargs"], form, processes)
+        config |= _humaneval(config["generation_kwargs"], settings, processes)
     return ConfigurableTask(config=config)
 
 
-def _letters(name: str, form: Form) -> dict[str, Any]:
+def _letters(name: str, settings: LanguageSettings) -> dict[str, Any]:
     """The question as fine-tuning puts it, the letters as its choices."""
     messages = _LETTER_QUESTION[name]
     # In plain text the answer stands on a line of its own, where a letter is one token as after <|assistant_start|>.
-    end = "" if form.chat else "\n"
+    end = "" if settings.chat else "\n"
 
     def choices(row: Row) -> list[str]:
         texts = row["choices"]["text"] if isinstance(row["choices"], dict) else row["choices"]
@@ -137,12 +119,12 @@ def _letters(name: str, form: Form) -> dict[str, Any]:
     }
 
 
-def _humaneval(generation: dict[str, Any], form: Form, processes: Processes) -> dict[str, Any]:
+def _humaneval(generation: dict[str, Any], settings: LanguageSettings, processes: Processes) -> dict[str, Any]:
     """Several sampled answers to each question; whether each passes takes the answer's place, then pass@k."""
 
     def passed(answers: Sequence[Sequence[str]], rows: Sequence[Row]) -> list[list[bool]]:
         programs = [
-            program_of(row, answer, form.chat) for row, own in zip(rows, answers, strict=True) for answer in own
+            program_of(row, answer, settings.chat) for row, own in zip(rows, answers, strict=True) for answer in own
         ]
         parts = [programs[i : i + _PROGRAMS] for i in range(0, len(programs), _PROGRAMS)]
         # All processes may be on this machine.
@@ -152,15 +134,15 @@ def _humaneval(generation: dict[str, Any], form: Form, processes: Processes) -> 
 
     def pass_at(references: Sequence[str], predictions: Sequence[Sequence[bool]]) -> dict[str, float]:
         (own,) = predictions
-        return {f"pass@{k}": pass_at_k(len(own), sum(own), k) for k in form.k}
+        return {f"pass@{k}": pass_at_k(len(own), sum(own), k) for k in settings.k}
 
     return {
-        "repeats": form.samples,
+        "repeats": settings.samples,
         "generation_kwargs": {
             **generation,
-            "until": [] if form.chat else generation["until"],
-            "do_sample": form.temperature > 0,
-            "temperature": form.temperature,
+            "until": [] if settings.chat else generation["until"],
+            "do_sample": settings.temperature > 0,
+            "temperature": settings.temperature,
         },
         "filter_list": [{"name": "passed", "filter": [{"function": "custom", "filter_fn": passed}]}],
         "metric_list": [{"metric": pass_at, "aggregation": "mean", "higher_is_better": True}],

@@ -3,16 +3,11 @@
 import hashlib
 import importlib.util
 import json
-import logging
-import re
-import sys
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -25,27 +20,11 @@ from lapbench.errors import UserError
 from lapbench.evaluation.base import Evaluation, FinishedTraining
 from lapbench.evaluation.code_execution import check_containment
 from lapbench.evaluation.language_data import DATA_SETS, Questions, load_questions
+from lapbench.evaluation.language_settings import LanguageSettings, Scoring
 from lapbench.evaluation.processes import Processes
 from lapbench.results.files import read_json, write_json
 
 TASKS = tuple(DATA_SETS)
-Scoring = Literal["letters", "harness"]
-
-
-@dataclass(frozen=True)
-class LanguageSettings:
-    """The settings of a ``LanguageEvaluation``, as its section in the record shows them."""
-
-    tasks: tuple[str, ...]
-    data_dir: str | None
-    scoring: Scoring
-    chat: bool
-    limit: int | None
-    samples: int
-    k: tuple[int, ...]
-    temperature: float
-    max_new_tokens: int
-    batch_size: int
 
 
 class LanguageEvaluation(Evaluation):
@@ -86,7 +65,7 @@ class LanguageEvaluation(Evaluation):
         tasks: list[str] = list(TASKS),  # noqa: B006  never mutated; jsonargparse shows it
         data_dir: str | None = None,
         scoring: Scoring = "letters",
-        chat: bool = True,
+        chat: bool = False,
         limit: int | None = None,
         samples: int = 10,
         k: list[int] = [1, 10],  # noqa: B006
@@ -137,7 +116,8 @@ class LanguageEvaluation(Evaluation):
             raise UserError(f"LanguageEvaluation: expected a language model, got {type(task).__name__}")
         if importlib.util.find_spec("lm_eval") is None:
             raise UserError(
-                "LanguageEvaluation needs lm-evaluation-harness, which is not installed: pip install 'lapbench[language]'"
+                "LanguageEvaluation needs lm-evaluation-harness, which is not installed: "
+                "pip install 'lapbench[language]'"
             )
         if "humaneval" in self.settings.tasks:
             check_containment()
@@ -196,51 +176,13 @@ class LanguageEvaluation(Evaluation):
         earlier = processes.of_first(read_json(file) if file.is_file() else {})
         if earlier.get("key") == key:
             return cast(dict[str, Any], earlier["result"])
-        result = self._score(name, questions, run, model, tokenizer, processes)
+        from lapbench.evaluation.harness_scores import score  # imports lm_eval, which takes seconds
+
+        autocast = run.outer.precision_plugin.forward_context
+        result = score(name, questions.rows, self.settings, model, tokenizer, run.seed, processes, autocast, self.name)
         if processes.rank == 0:
             write_json(file, {"key": key, "result": result})
         return result
-
-    def _score(
-        self,
-        name: str,
-        questions: Questions,
-        run: FinishedTraining,
-        model: Decoder,
-        tokenizer: Tokenizer,
-        processes: Processes,
-    ) -> dict[str, Any]:
-        from lm_eval.evaluator import evaluate
-
-        from lapbench.evaluation.harness_model import HarnessModel
-        from lapbench.evaluation.harness_tasks import Form, build_task
-
-        s = self.settings
-        letters = s.scoring == "letters" and name in ("arc_easy", "arc_challenge", "mmlu")
-        harness = HarnessModel(
-            model,
-            tokenizer,
-            batch_size=s.batch_size,
-            chat=s.chat,
-            separate=letters,
-            seed=run.seed,
-            processes=processes,
-            autocast=run.outer.precision_plugin.forward_context,
-            progress=_Progress(f"{self.name}: {name}", processes),
-        )
-        with _quiet_harness():
-            form = Form(s.scoring, s.chat, s.samples, s.k, s.temperature, s.max_new_tokens)
-            tasks = build_task(name, questions.rows, form, processes)
-            # The closed-form standard error of a mean needs no bootstrap, but is not computed for 0 draws.
-            found = evaluate(
-                harness,
-                tasks,
-                limit=s.limit,
-                bootstrap_iters=1,
-                log_samples=False,
-                confirm_run_unsafe_code=name == "humaneval",
-            )
-        return _result(name, found, harness.truncated)
 
     def _metrics(self, tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
         metrics = {f"{self.name}/{key}": v for task in tasks.values() for key, v in task["metrics"].items()}
@@ -249,47 +191,6 @@ class LanguageEvaluation(Evaluation):
             five = [metrics[f"{self.name}/{key}"] for key in (*(t for t in TASKS if t != "humaneval"), best)]
             metrics[f"{self.name}/average"] = sum(five) / len(five)
         return metrics
-
-
-# The metrics of the harness, and what they are called here.
-_METRICS = {
-    "acc,none": "",
-    "acc_norm,none": "_acc_norm",
-    "exact_match,strict-match": "",
-    "exact_match,flexible-extract": "_flexible",
-}
-
-
-def _result(name: str, found: Mapping[str, Any], truncated: int) -> dict[str, Any]:
-    """Metrics, their standard errors and the number of questions of a task, and of each subject where it has some."""
-    results = found["results"]
-    metrics, errors = _named(name, results[name])
-    result: dict[str, Any] = {
-        "metrics": metrics,
-        "standard_errors": errors,
-        "questions": sum(n["effective"] for n in found["n-samples"].values()),
-        "truncated": truncated,
-    }
-    if len(results) > 1:
-        result["subjects"] = {key: values["acc,none"] for key, values in sorted(results.items()) if key != name}
-    return result
-
-
-def _named(task: str, values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
-    metrics, errors = {}, {}
-    for key, value in values.items():
-        name, _, filtered = key.partition(",")
-        if key in _METRICS:
-            ours = f"{task}{_METRICS[key]}"
-        elif re.fullmatch(r"pass@\d+", name):
-            ours = f"{task}_{name}"
-        else:
-            continue
-        metrics[ours] = float(value)
-        error = values.get(f"{name}_stderr,{filtered}")
-        if isinstance(error, float):
-            errors[ours] = error
-    return metrics, errors
 
 
 def _check_tasks(tasks: list[str], allow_code_execution: bool) -> None:
@@ -325,34 +226,3 @@ def _hash(model: nn.Module) -> str:
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-class _Progress:
-    """A line on stderr every ten seconds."""
-
-    def __init__(self, name: str, processes: Processes, every_seconds: float = 10.0) -> None:
-        self.name = name
-        self.every_seconds = every_seconds
-        self.stream = sys.stderr if processes.rank == 0 else None
-        self._next = time.monotonic() + every_seconds
-
-    def __call__(self, done: int, total: int) -> None:
-        if self.stream is not None and time.monotonic() >= self._next:
-            self._next = time.monotonic() + self.every_seconds
-            print(f"{self.name}: batch {done}/{total}", file=self.stream, flush=True)
-
-
-@contextmanager
-def _quiet_harness() -> Iterator[None]:
-    """Leaves out the harness's progress bars, which end before the model begins, and its remarks on its own tasks."""
-    import lm_eval.api.task as harness_task
-
-    logger = logging.getLogger("lm_eval")
-    level, bar = logger.level, harness_task.tqdm
-    logger.setLevel(logging.ERROR)
-    harness_task.tqdm = lambda items, **settings: items
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        harness_task.tqdm = bar

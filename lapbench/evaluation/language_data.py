@@ -1,4 +1,4 @@
-"""The rows of the language evaluations: from local files in the data sets' own schemas, or from the Hugging Face hub."""
+"""The rows of the language evaluations: from local files in the data sets' schemas, or from the hub."""
 
 import hashlib
 import json
@@ -115,7 +115,8 @@ def load_questions(task: str, data_dir: Path | None) -> Questions:
 
 
 def _texts(choices: Any) -> list[str]:
-    return choices["text"] if isinstance(choices, dict) else choices
+    texts: list[str] = choices["text"] if isinstance(choices, dict) else choices
+    return texts
 
 
 def _from_files(task: str, data_set: DataSet, data_dir: Path) -> Iterator[Row]:

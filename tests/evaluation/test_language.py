@@ -3,7 +3,6 @@
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,14 +14,12 @@ import torch
 from torch.nn import functional as F
 
 from lapbench.backbones import Decoder, build_decoder
-from lapbench.datamodules.conversations import LETTERS, letter_tokens, render, render_prompt
+from lapbench.datamodules.conversations import render
 from lapbench.datamodules.convert import chat_schemas
 from lapbench.datamodules.convert.tokenizer import train_tokenizer
 from lapbench.datamodules.tokenizer import Tokenizer
 from lapbench.evaluation import LanguageEvaluation
-from lapbench.evaluation import language as language_module
 from lapbench.evaluation.base import FinishedTraining
-from lapbench.evaluation.language_data import load_questions
 
 FIVE = ["arc_easy", "arc_challenge", "mmlu", "gsm8k", "humaneval"]
 
@@ -87,7 +84,7 @@ def finished_training(trained: Decoder, tokenizer: Tokenizer, tmp_path: Path) ->
 @pytest.fixture
 def evaluated(finished_training: FinishedTraining, data_dir: Path) -> Callable[..., dict[str, Any]]:
     def run(tasks: list[str] = FIVE, **settings: Any) -> dict[str, Any]:
-        settings = {"data_dir": str(data_dir), "samples": 2, "k": [1, 2], "temperature": 0.1, **settings}
+        settings = {"data_dir": str(data_dir), "chat": True, "samples": 2, "k": [1, 2], "temperature": 0.1, **settings}
         return LanguageEvaluation(tasks, allow_code_execution=True, max_new_tokens=64, **settings).evaluate(
             finished_training
         )
