@@ -184,6 +184,14 @@ class Chat(ShardedData):
         self._train = self._mixed(train)
         self._announce(stage)
 
+    def load_tokenizer(self) -> Tokenizer:
+        """The tokenizer, for which no conversations need be there.
+
+        Raises:
+            UserError: it is missing, or none.
+        """
+        return Tokenizer.load(self._tokenizer_file)
+
     def val_dataloader(self) -> ResumableLoader | list[object]:
         """The conversations of the validation, each once, in order; or nothing."""
         return [] if self._val is None else self._loader(self._val, training=False)

@@ -163,6 +163,14 @@ class TextShards(ShardedData):
         self.token_bytes = self.tokenizer.token_bytes()
         self._manifest = manifest
 
+    def load_tokenizer(self) -> Tokenizer:
+        """The data set's tokenizer, for which no shard need be there.
+
+        Raises:
+            UserError: no manifest or tokenizer, or another one than the shards'.
+        """
+        return TokenManifest.load(self.data_dir).load_tokenizer(self.data_dir)
+
     def val_dataloader(self) -> ResumableLoader | list[object]:
         """The validation split, each token predicted once, in order; or nothing."""
         return self._loader(self.val_split, training=False) if self.val_split is not None else []

@@ -123,6 +123,13 @@ class LanguageModeling(pl.LightningModule):
                 f"data.context: expected at most {self.backbone.context} (the model's context), got {data.context}"
             )
         self.token_bytes.copy_(torch.as_tensor(data.token_bytes))
+        self._prompts = [[data.tokenizer.bos, *data.tokenizer.encode(text)] for text in self.sample_prompts]
+        for text, prompt in zip(self.sample_prompts, self._prompts, strict=True):
+            if len(prompt) >= self.backbone.context:
+                raise UserError(
+                    f"sample_prompts: expected at most {self.backbone.context - 2} tokens, got {len(prompt) - 1} in "
+                    f"{text!r:.60}"
+                )
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Optimizer and per-step schedule."""
@@ -192,15 +199,14 @@ class LanguageModeling(pl.LightningModule):
         if not (self.sample_prompts and boards and trainer.is_global_zero) or trainer.sanity_checking:
             return
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        prompts = [[data.tokenizer.bos, *data.tokenizer.encode(text)] for text in self.sample_prompts]
         with trainer.precision_plugin.forward_context():
             samples = generate(
                 self.backbone,
-                prompts,
+                self._prompts,
                 max_new_tokens=self.sample_tokens,
                 top_k=min(SAMPLE_TOP_K, self.backbone.vocab_size),
                 stop_tokens=(data.tokenizer.bos,),
-                seeds=range(len(prompts)),
+                seeds=range(len(self._prompts)),
             )
         for i, (text, tokens) in enumerate(zip(self.sample_prompts, samples, strict=True)):
             for board in boards:

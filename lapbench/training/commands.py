@@ -1,4 +1,4 @@
-"""The commands fit, validate, test and predict."""
+"""The commands fit, validate, test, predict and generate."""
 
 import errno
 import json
@@ -22,6 +22,7 @@ from lapbench.evaluation.after_fit import evaluations_of, join_processes, missin
 from lapbench.process import children_die_with_this_process, die_with_parent
 from lapbench.results.record import write_record
 from lapbench.training.evaluating import evaluate_after_fit
+from lapbench.training.generating import cli_arguments, parse_request, written
 from lapbench.training.parser import CLI
 from lapbench.training.predictions import PredictionWriter
 from lapbench.training.recording import RecordWriter
@@ -136,6 +137,14 @@ def predict(argv: Sequence[str]) -> int:
             weights_only=True,
         )
         print(f"{writer.count} predictions: {file}", file=sys.stderr)
+    return 0
+
+
+def generate(argv: Sequence[str]) -> int:
+    """``lapbench generate``: prints what the language model of a run writes after each prompt."""
+    request = parse_request(argv)
+    with _user_errors():
+        print("\n---\n".join(written(_parse("generate", cli_arguments(request)), request)))
     return 0
 
 
