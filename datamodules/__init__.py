@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lapbench.datamodules.builtin import CIFAR10, CIFAR100, Digits, ImageNet
     from lapbench.datamodules.builtin_text import FineWebEdu, PyDocs
-    from lapbench.datamodules.chat import Chat, ChatSource
+    from lapbench.datamodules.chat import Chat
     from lapbench.datamodules.images import ImageShards
     from lapbench.datamodules.manifest import Manifest, Shard
+    from lapbench.datamodules.mixtures import ChatSource
     from lapbench.datamodules.text import TextShards
     from lapbench.datamodules.token_manifest import TokenManifest
     from lapbench.datamodules.tokenizer import Tokenizer
@@ -38,7 +39,7 @@ __all__ = [
 
 _HOMES = {
     "Chat": "chat",
-    "ChatSource": "chat",
+    "ChatSource": "mixtures",
     "FineWebEdu": "builtin_text",
     "ImageShards": "images",
     "Manifest": "manifest",

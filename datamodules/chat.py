@@ -1,10 +1,8 @@
 """Conversations as batches for mid-training and fine-tuning: mixtures of JSONL files, packed or one in a row."""
 
 import hashlib
-import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -12,49 +10,19 @@ import numpy as np
 import numpy.typing as npt
 from lightning.pytorch.utilities import rank_zero_only
 
-from lapbench.datamodules.chat_rows import PackedChats, Rows, SingleChats
+from lapbench.datamodules.chat_rows import PackedChats, PaddedStream, Rows, SingleChats
 from lapbench.datamodules.convert.chat_shards import SPLIT, folder_name, render_file, source_sha256
 from lapbench.datamodules.convert.progress import notice
 from lapbench.datamodules.loader import ResumableLoader
-from lapbench.datamodules.mixtures import chosen, repeated, rows_by_epochs, rows_by_weights
-from lapbench.datamodules.orders import Draw, IndexOrder, permutation
+from lapbench.datamodules.mixtures import ChatSource, check_sources, chosen, repeated, taken
+from lapbench.datamodules.orders import IndexOrder, permutation
 from lapbench.datamodules.plan import mixed
 from lapbench.datamodules.sharded import ShardedData, check_at_least
-from lapbench.datamodules.streaming import Loaded
 from lapbench.datamodules.text import TokenStream
 from lapbench.datamodules.token_manifest import TokenManifest, dtype_of
 from lapbench.datamodules.token_shards import Format, TokenFile
 from lapbench.datamodules.tokenizer import Tokenizer
 from lapbench.errors import UserError
-
-WIDTH_MULTIPLE = 64  # of the tokens in a padded row: few shapes, so that compiled models and allocators meet them again
-
-
-@dataclass(frozen=True)
-class ChatSource:
-    """A file of conversations in a mixture.
-
-    Args:
-        file: Conversation JSONL (see `conversations`).
-        epochs: How often an epoch of the mixture takes each conversation; 0.5 takes half of them, always the same.
-        limit: Use this many conversations, chosen by the file's content alone; all when null.
-        weight: The source's share in the mixture, in proportion to the other sources' weights, instead of epochs.
-    """
-
-    file: str
-    epochs: float = 1.0
-    limit: int | None = None
-    weight: float | None = None
-
-
-class PaddedStream(TokenStream):
-    """A conversation in each row, padded to the longest of its batch, rounded up to a multiple of 64 tokens."""
-
-    def _batch(self, epoch: int, draws: Sequence[Draw]) -> Loaded:
-        batch, damaged = super()._batch(epoch, draws)
-        longest = max(len(draw.sample.tokens) for draw in draws) - 1
-        width = min(self.context, -(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
-        return Loaded(tuple(part[:, :width].contiguous() for part in batch), damaged)
 
 
 class Chat(ShardedData):
@@ -122,7 +90,7 @@ class Chat(ShardedData):
             data_dir, batch_size, eval_batch_size, num_workers, "index", 1, seed, pin_memory, persistent_workers, None
         )
         check_at_least("context", context, 1)
-        _check_sources(sources, val_sources or [])
+        check_sources(sources, val_sources or [])
         if loss_on not in ("assistant", "all"):
             raise UserError(f"loss_on must be assistant or all, got {loss_on!r}")
         if not 0 <= val_fraction < 1:
@@ -149,7 +117,7 @@ class Chat(ShardedData):
         Raises:
             UserError: a missing file or tokenizer, a line that is no conversation, a full disk.
         """
-        tokenizer = Tokenizer.load(self._tokenizer_file)
+        tokenizer = self.load_tokenizer()
         for source in (*self.sources, *self.val_sources):
             folder = self._folder(source, tokenizer)
             render_file(Path(source.file), self._hash(source), tokenizer, folder, progress=sys.stderr.isatty())
@@ -171,10 +139,11 @@ class Chat(ShardedData):
                 self.trainer.limit_val_batches = 0
         if self._train is not None:
             return
-        self.tokenizer = Tokenizer.load(self._tokenizer_file)
+        self.tokenizer = self.load_tokenizer()
         self.vocab_size = self.tokenizer.vocab_size
         self.token_bytes = self.tokenizer.token_bytes()
         self._files, self._dropped = [], 0
+        self._check_apart()
         train = [self._open(source, f"sources[{i}]") for i, source in enumerate(self.sources)]
         val = [self._open(source, f"val_sources[{i}]") for i, source in enumerate(self.val_sources)]
         if self.val_fraction:
@@ -259,6 +228,13 @@ class Chat(ShardedData):
             return self._train
         return self._train.take(permutation(len(self._train.length), mixed("packing", self._run_seed())))
 
+    def _check_apart(self) -> None:
+        """UserError if a file is trained on and validated on."""
+        train = {self._hash(source): i for i, source in enumerate(self.sources)}
+        for i, source in enumerate(self.val_sources):
+            if (same := train.get(self._hash(source))) is not None:
+                raise UserError(f"val_sources[{i}] has the same conversations as sources[{same}]: {source.file}")
+
     def _open(self, source: ChatSource, key: str) -> Rows:
         """The conversations in use of a source, whose shards join the others."""
         folder = self._folder(source, self.tokenizer)
@@ -303,16 +279,12 @@ class Chat(ShardedData):
     def _mixed(self, parts: Sequence[Rows]) -> Rows:
         """The rows that an epoch takes of each source."""
         counts = [len(rows.length) for rows in parts]
-        weights = [source.weight for source in self.sources if source.weight is not None]
-        taken = (
-            rows_by_weights(counts, weights)
-            if weights
-            else rows_by_epochs(counts, [source.epochs for source in self.sources])
-        )
         return Rows.joined(
             [
                 rows.take(repeated(count, number, mixed("epochs", self._hash(source))))
-                for rows, count, number, source in zip(parts, counts, taken, self.sources, strict=True)
+                for rows, count, number, source in zip(
+                    parts, counts, taken(self.sources, counts), self.sources, strict=True
+                )
             ]
         )
 
@@ -344,25 +316,3 @@ class Chat(ShardedData):
         sources = [(self._hash(source), source.epochs, source.limit, source.weight) for source in self.sources]
         content = repr((self.tokenizer.sha256, sources, self.val_fraction, self.val_seed if self.val_fraction else 0))
         return hashlib.sha256(content.encode()).hexdigest()[:12]
-
-
-def _check_sources(sources: Sequence[ChatSource], val_sources: Sequence[ChatSource]) -> None:
-    """UserError if a source's settings are out of range or exclude each other."""
-    if not sources:
-        raise UserError("sources must name at least one file of conversations, got none")
-    for key, source in [
-        *((f"sources[{i}]", source) for i, source in enumerate(sources)),
-        *((f"val_sources[{i}]", source) for i, source in enumerate(val_sources)),
-    ]:
-        check_at_least(f"{key}: limit", source.limit, 1)
-        if not 0 < source.epochs < math.inf:
-            raise UserError(f"{key}: epochs must be above 0, got {source.epochs}")
-        if source.weight is not None and not 0 < source.weight < math.inf:
-            raise UserError(f"{key}: weight must be above 0, got {source.weight}")
-        if source.weight is not None and source.epochs != 1:
-            raise UserError(f"{key}: epochs and weight exclude each other, got {source.epochs} and {source.weight}")
-    for i, source in enumerate(val_sources):
-        if source.epochs != 1 or source.weight is not None:
-            raise UserError(f"val_sources[{i}]: each conversation is evaluated once, so epochs and weight mean nothing")
-    if 0 < sum(source.weight is None for source in sources) < len(sources):
-        raise UserError("sources: either all have a weight or none, got some of both")

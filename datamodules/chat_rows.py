@@ -6,8 +6,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from lapbench.datamodules.orders import Draw
+from lapbench.datamodules.streaming import Loaded
+from lapbench.datamodules.text import TokenStream
 from lapbench.datamodules.token_shards import Format, TokenFile, TokenReader, Window, open_shard, windows_of
 from lapbench.errors import UserError
+
+WIDTH_MULTIPLE = 64  # of the tokens in a padded row: few shapes, so that compiled models and allocators meet them again
 
 
 class Rows(NamedTuple):
@@ -130,3 +135,13 @@ class PackedChats(ChatReader):
             parts.append(self._part(row, first - start, min(last, end) - start))
             first, row = end, row + 1
         return self._window(begin, place, parts)
+
+
+class PaddedStream(TokenStream):
+    """A conversation in each row, padded to the longest of its batch, rounded up to a multiple of 64 tokens."""
+
+    def _batch(self, epoch: int, draws: Sequence[Draw]) -> Loaded:
+        batch, damaged = super()._batch(epoch, draws)
+        longest = max(len(draw.sample.tokens) for draw in draws) - 1
+        width = min(self.context, -(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
+        return Loaded(tuple(part[:, :width].contiguous() for part in batch), damaged)

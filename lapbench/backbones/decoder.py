@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lapbench.backbones.cache import KVCache
-from lapbench.backbones.decoder_layers import Attention, Block, Pass, build_norm, rotary_table
+from lapbench.backbones.decoder_layers import Attention, Block, Pass, build_norm
+from lapbench.backbones.decoder_ops import rotary_table
 from lapbench.backbones.decoder_presets import Architecture, DecoderSettings, resolve
 from lapbench.backbones.weights import read_state, without_prefixes
 from lapbench.errors import UserError

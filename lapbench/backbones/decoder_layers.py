@@ -1,4 +1,4 @@
-"""The parts of a decoder: norms, rotary positions, attention with mixed heads, MLPs, blocks.
+"""The parts of a decoder: attention with mixed heads, MLPs, blocks.
 
 Letters in names and comments: B sequences, T tokens in this pass, S tokens seen in all, D width, H query heads, G key
 and value heads, d width of a head.
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lapbench.backbones.cache import KVCache
+from lapbench.backbones.decoder_ops import RMSNorm, rms_norm, rotate
 from lapbench.backbones.decoder_presets import Architecture, Norm
 from lapbench.heads.kinds import ATTENTION
 from lapbench.heads.mixing import combine_heads, needs_average
@@ -25,27 +26,7 @@ def build_norm(norm: Norm, width: int) -> nn.Module:
     """A norm over the last dimension: "rms" without weight, "rms_weight" and "layer" without bias."""
     if norm == "layer":
         return nn.LayerNorm(width, bias=False)
-    return nn.RMSNorm(width, eps=EPS, elementwise_affine=norm == "rms_weight")
-
-
-def rotary_table(context: int, width: int, base: float) -> tuple[Tensor, Tensor]:
-    """cos and sin of position x base^(-2i / width) (RoFormer, arXiv 2104.09864, eq. 15), each [context, width / 2]."""
-    frequencies = 1.0 / base ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
-    angles = torch.arange(context, dtype=torch.float32)[:, None] * frequencies
-    return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding by halves, clockwise: (a, b) -> (a cos + b sin, b cos - a sin).
-
-    Args:
-        x: [..., d], its halves a and b.
-        cos: Broadcastable to [..., d / 2].
-        sin: As ``cos``.
-    """
-    a, b = x.chunk(2, dim=-1)
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    return torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1)
+    return RMSNorm(width, eps=EPS, elementwise_affine=norm == "rms_weight")
 
 
 @dataclass(frozen=True)
@@ -123,7 +104,7 @@ class Attention(nn.Module):
         if now.rotation is not None:
             query_BTHd, key_BTGd = rotate(query_BTHd, *now.rotation), rotate(key_BTGd, *now.rotation)
         if self.qk_norm:
-            query_BTHd, key_BTGd = (F.rms_norm(t, (self.head_width,), eps=EPS) for t in (query_BTHd, key_BTGd))
+            query_BTHd, key_BTGd = (rms_norm(t, None, EPS) for t in (query_BTHd, key_BTGd))
         query, key, value = (t.transpose(1, 2) for t in (query_BTHd, key_BTGd, value_BTGd))
         keys, values = (key, value) if now.cache is None else now.cache.append(self.layer, key, value)
         attended = F.scaled_dot_product_attention(

@@ -1,0 +1,90 @@
+"""Rotary embedding and RMSNorm with gradients of their own, which take fewer passes over memory than autograd's."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+
+def rotary_table(context: int, width: int, base: float) -> tuple[Tensor, Tensor]:
+    """cos and sin of position x base^(-2i / width) (RoFormer, arXiv 2104.09864, eq. 15), each [context, width / 2]."""
+    frequencies = 1.0 / base ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+    angles = torch.arange(context, dtype=torch.float32)[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding by halves, clockwise: (a, b) -> (a cos + b sin, b cos - a sin).
+
+    Args:
+        x: [..., d], its halves a and b.
+        cos: Broadcastable to [..., d / 2].
+        sin: As ``cos``.
+    """
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    if torch.compiler.is_compiling():
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1)
+    rotated: Tensor = _Rotate.apply(x, cos, sin)
+    return rotated
+
+
+class _Rotate(torch.autograd.Function):
+    """The gradient of a rotation is the rotation back; nothing of x is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        out = x * torch.cat([cos, cos], dim=-1)
+        a, b = x.chunk(2, dim=-1)
+        out_a, out_b = out.chunk(2, dim=-1)
+        out_a.addcmul_(b, sin)
+        out_b.addcmul_(a, sin, value=-1)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (grad,) = grads
+        cos, sin = ctx.saved_tensors
+        return rotate(grad, cos, -sin), None, None
+
+
+class RMSNorm(nn.RMSNorm):
+    """``torch.nn.RMSNorm`` (arXiv 1910.07467, eq. 4), faster and leaner on the CPU, where torch has no kernel for it.
+
+    The gradient of its gradient is not available there.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] from [..., D]."""
+        return rms_norm(x, self.weight, self.eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float | None) -> Tensor:
+    """x / sqrt(mean(x^2) + eps), times ``weight``, over the last dimension."""
+    # Half precision keeps torch's own, which sums in float32.
+    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64) or torch.compiler.is_compiling():
+        return F.rms_norm(x, (x.size(-1),), weight, eps)
+    normed: Tensor = _RMSNorm.apply(x, torch.finfo(x.dtype).eps if eps is None else eps)
+    return normed if weight is None else normed * weight
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Keeps y, which the next matrix product keeps anyway, and not x: dx = r (dy - y mean(y dy))."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
+        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.size(-1)).add_(eps).rsqrt_()
+        y: Tensor = x * scale
+        ctx.save_for_backward(y, scale)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
+        y, scale = ctx.saved_tensors
+        dot: Tensor = torch.linalg.vecdot(grad, y).unsqueeze(-1).div_(-y.size(-1))
+        return torch.addcmul(grad, y, dot).mul_(scale), None
