@@ -129,7 +129,8 @@ class LanguageEvaluation(Evaluation):
         """Scores the model on each task."""
         self.check(run.task)
         processes = Processes.of(run.outer)
-        model, tokenizer = cast(Decoder, run.task.backbone), _tokenizer(run.data)
+        model = cast(Decoder, run.task.backbone)
+        tokenizer = _tokenizer(run.data, model)
         if self.settings.scoring == "letters":
             letter_tokens(tokenizer)  # raises if the likeliest letter were not the likeliest next token
         weights = processes.of_first(_hash(model) if processes.rank == 0 else "")
@@ -208,12 +209,10 @@ def _check_tasks(tasks: list[str], allow_code_execution: bool) -> None:
         )
 
 
-def _tokenizer(data: pl.LightningDataModule) -> Tokenizer:
-    if not isinstance(getattr(data, "tokenizer", None), Tokenizer):
-        data.setup("test")  # nothing was trained in this process
-    tokenizer: Any = getattr(data, "tokenizer", None)
-    if not isinstance(tokenizer, Tokenizer):
-        raise UserError(f"LanguageEvaluation: expected text with a tokenizer, got {type(data).__name__}")
+def _tokenizer(data: Any, model: Decoder) -> Tokenizer:
+    tokenizer: Tokenizer = data.load_tokenizer()
+    if tokenizer.vocab_size != model.vocab_size:
+        raise UserError(f"{tokenizer.path} has {tokenizer.vocab_size} tokens, the model {model.vocab_size}")
     return tokenizer
 
 

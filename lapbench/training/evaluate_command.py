@@ -2,15 +2,17 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_only
 
 from lapbench.errors import ArgumentParser, UserError
-from lapbench.evaluation import Evaluation, LanguageEvaluation
+from lapbench.evaluation import LanguageEvaluation
 from lapbench.evaluation.after_fit import AfterFit, join_processes
 from lapbench.evaluation.language import TASKS
 from lapbench.process import lock_folder
@@ -79,7 +81,7 @@ def parse_request(argv: Sequence[str]) -> argparse.Namespace:
     return request
 
 
-def evaluations_of(request: argparse.Namespace) -> list[Evaluation]:
+def evaluations_of(request: argparse.Namespace) -> list[LanguageEvaluation]:
     """The evaluations that were asked for.
 
     Raises:
@@ -117,14 +119,17 @@ def cli_arguments(request: argparse.Namespace) -> list[str]:
     return ["--config", str(file), "--run.dir", str(request.run), *_HERE, *request.trainer]
 
 
-def lock(folder: Path) -> IO[str] | None:
-    """Keeps ``lapbench fit`` out of the folder; on the first process only, as others belong to it."""
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keeps ``lapbench fit`` out of the folder; by the first process only, as the others belong to it."""
     if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
-        return None
-    return lock_folder(folder, "another `lapbench fit` or `evaluate`")
+        yield
+        return
+    with lock_folder(folder, "another `lapbench fit` or `evaluate`"):
+        yield
 
 
-def evaluate_run(cli: CLI, request: argparse.Namespace, evaluations: Sequence[Evaluation]) -> list[str]:
+def evaluate_run(cli: CLI, request: argparse.Namespace, evaluations: Sequence[LanguageEvaluation]) -> list[str]:
     """Runs ``evaluations`` and writes each into the record; those of a run that is not trained yet only as sections.
 
     Returns:
@@ -146,12 +151,12 @@ def evaluate_run(cli: CLI, request: argparse.Namespace, evaluations: Sequence[Ev
 
     def keep(name: str, section: dict[str, Any]) -> None:
         metrics.update(section.get("metrics", {}))
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and "error" not in section:  # a failure replaces no scores
             _write(Path(request.run), name, section)
 
     failed = after.run(evaluations, keep)
     if trainer.is_global_zero:
-        print(json.dumps(metrics, indent=2))
+        sys.stdout.write(json.dumps(metrics, indent=2) + "\n")
     return failed
 
 

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from lapbench.datamodules.convert import chat_schemas
+
 Row = dict[str, Any]
 
 
@@ -61,6 +63,18 @@ ROWS: dict[str, list[Row]] = {
         function("last", "items", "The last item.", "return items[-1]", "candidate([1, 2]) == 2"),
     ],
 }
+
+
+def conversations() -> list[Any]:
+    """All questions with their answers, as fine-tuning has them."""
+    rows = ROWS
+    found = [chat_schemas.arc(row) for row in rows["arc_easy"] + rows["arc_challenge"]]
+    found += [chat_schemas.mmlu(row) for row in rows["mmlu"]]
+    found += [chat_schemas.gsm8k(row) for row in rows["gsm8k"]]
+    for row in rows["humaneval"]:
+        answer = f"```python\n{row['prompt']}{row['canonical_solution']}```"
+        found.append([{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": answer}])
+    return found
 
 
 def write(folder: Path, rows: dict[str, list[Row]] = ROWS) -> Path:

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from lapbench.backbones import Decoder, build_decoder
 from lapbench.datamodules.conversations import render
-from lapbench.datamodules.convert import chat_schemas
 from lapbench.datamodules.convert.tokenizer import train_tokenizer
 from lapbench.datamodules.tokenizer import Tokenizer
 from lapbench.evaluation import LanguageEvaluation
@@ -24,21 +23,9 @@ from lapbench.evaluation.base import FinishedTraining
 FIVE = ["arc_easy", "arc_challenge", "mmlu", "gsm8k", "humaneval"]
 
 
-def conversations() -> list[Any]:
-    """All questions with their answers, as fine-tuning has them."""
-    rows = language_rows.ROWS
-    found = [chat_schemas.arc(row) for row in rows["arc_easy"] + rows["arc_challenge"]]
-    found += [chat_schemas.mmlu(row) for row in rows["mmlu"]]
-    found += [chat_schemas.gsm8k(row) for row in rows["gsm8k"]]
-    for row in rows["humaneval"]:
-        answer = f"```python\n{row['prompt']}{row['canonical_solution']}```"
-        found.append([{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": answer}])
-    return found
-
-
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    texts = [str(message["content"]) for messages in conversations() for message in messages]
+    texts = [str(message["content"]) for messages in language_rows.conversations() for message in messages]
     return train_tokenizer(texts, 500, tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")
 
 
@@ -49,7 +36,7 @@ def trained(tokenizer: Tokenizer) -> Decoder:
     model = build_decoder(
         "tiny", 1, vocab_size=tokenizer.vocab_size, depth=2, width=64, num_heads=2, context=192, head_std=0.02
     )
-    rows = render(conversations(), tokenizer)
+    rows = render(language_rows.conversations(), tokenizer)
     longest = max(len(row.tokens) for row in rows)
     assert longest <= model.context
     tokens = torch.tensor([row.tokens + [0] * (longest - len(row.tokens)) for row in rows])
@@ -76,7 +63,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def finished_training(trained: Decoder, tokenizer: Tokenizer, tmp_path: Path) -> FinishedTraining:
     """What an evaluation gets, without a run around it."""
     outer: Any = SimpleNamespace(world_size=1, precision_plugin=SimpleNamespace(forward_context=nullcontext))
-    data: Any = SimpleNamespace(tokenizer=tokenizer)
+    data: Any = SimpleNamespace(load_tokenizer=lambda: tokenizer)
     task: Any = SimpleNamespace(backbone=trained)
     return FinishedTraining(task, data, 0, tmp_path, outer)
 
