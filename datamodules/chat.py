@@ -292,11 +292,12 @@ class Chat(ShardedData):
         """Say once how many conversations do not fit the context."""
         if self.packing or stage != "fit" or rank_zero_only.rank != 0:  # type: ignore[attr-defined]
             return
-        longer = int((self._rows().length > self.context + 1).sum())
+        lengths = self._rows().length
+        longer = int((lengths > self.context + 1).sum())
         if longer or self._dropped:
             notice(
-                f"of {len(self._rows().length)} training conversations {longer} are cut at the context of "
-                f"{self.context} tokens; {self._dropped} with nothing to predict before it are dropped"
+                f"{len(lengths)} training conversations, {longer} of them cut at the context of {self.context} tokens; "
+                f"{self._dropped} others dropped, as they have nothing to predict before it"
             )
 
     def _format(self) -> Format:

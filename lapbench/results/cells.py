@@ -1,5 +1,6 @@
 """Which run belongs into which cell of a table: from the records, and from the plans of the sweeps they are part of."""
 
+import difflib
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +22,8 @@ class Run:
     folder: Path
     record: Record | None
     labels: Mapping[str, str]
+    waits_for: "Run | None" = None
+    """The first of its earlier stages that has not finished, as long as it has no record itself."""
 
     @property
     def status(self) -> str:
@@ -32,12 +35,17 @@ class Run:
 
 @dataclass(frozen=True)
 class Cells:
-    """The runs of each (row, column), the rows and columns in order, and the records that no plan knows."""
+    """The runs of each (row, column), the rows and columns in order, and the records that no plan knows.
+
+    ``stages`` are those that the runs of planned chains are in, ``records`` all that are not of other stages.
+    """
 
     runs: dict[tuple[str, str], list[Run]]
     rows: list[str]
     columns: list[str]
     strays: list[Record]
+    stages: list[str]
+    records: list[Record]
 
 
 def natural(name: str) -> list[str | int]:
@@ -45,22 +53,28 @@ def natural(name: str) -> list[str | int]:
     return [int(part) if part.isdecimal() else part for part in re.split(r"([0-9]+)", name)]
 
 
-def collect(records: Sequence[Record], plans: Mapping[Path, Plan]) -> Cells:
+def collect(records: Sequence[Record], plans: Mapping[Path, Plan], stage: str | None = None) -> Cells:
     """Place all records and planned runs.
 
     A record inside a planned sweep's folder is placed by that plan, any other by its data set (and its backbone and
-    task, where the records differ in them).
+    task, where the records differ in them). Of a chain of stages only one is placed: ``stage``, by default the last.
 
     Raises:
-        UserError: two runs of the same cell with the same seed.
+        UserError: two runs of the same cell with the same seed, or no such stage.
     """
+    stages = {folder: _choose_stage(plan, stage) for folder, plan in plans.items()}
+    if stage and not any(stages.values()):
+        raise UserError(f"no stage {stage!r}: expected a sweep with `stages`, got none")
     inside = {folder: [r for r in records if r.folder and r.folder.is_relative_to(folder)] for folder in plans}
     planned = {id(record) for found in inside.values() for record in found}
-    runs, strays = [], []
+    runs: list[Run] = []
+    strays: list[Record] = []
+    elsewhere: set[Path] = set()
     for folder, plan in plans.items():
         prefix = f"{folder.name}: " if len(plans) > 1 else ""
         by_name = {r.folder.relative_to(folder).as_posix(): r for r in inside[folder] if r.folder}
-        runs += _place_planned(folder, plan, by_name, prefix)
+        runs += _place_planned(folder, plan, stages[folder], by_name, prefix)
+        elsewhere |= {folder / run.folder for run in plan.runs if run.stage != stages[folder]}
         strays += [record for name, record in by_name.items() if name not in {run.folder for run in plan.runs}]
     columns = list(dict.fromkeys(run.column for run in runs))
     others = _place_unplanned([record for record in records if id(record) not in planned])
@@ -70,15 +84,30 @@ def collect(records: Sequence[Record], plans: Mapping[Path, Plan]) -> Cells:
     for run in runs:
         cells.setdefault((run.row, run.column), []).append(run)
     _refuse_duplicates(cells.values())
-    return Cells(cells, sorted({run.row for run in runs}, key=natural), columns, strays)
+    rows = sorted({run.row for run in runs}, key=natural)
+    shown = [record for record in records if record.folder not in elsewhere]
+    return Cells(cells, rows, columns, strays, list(dict.fromkeys(filter(None, stages.values()))), shown)
 
 
-def _place_planned(folder: Path, plan: Plan, records: Mapping[str, Record], prefix: str) -> list[Run]:
-    found = [(run, records.get(run.folder)) for run in plan.runs]
+def _choose_stage(plan: Plan, wanted: str | None) -> str | None:
+    if not plan.stages or wanted is None:
+        return plan.stages[-1] if plan.stages else None
+    if wanted not in plan.stages:
+        near = difflib.get_close_matches(wanted, plan.stages, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(plan.stages)}"
+        raise UserError(f"no stage {wanted!r} in sweep {plan.name}: {hint}")
+    return wanted
+
+
+def _place_planned(
+    folder: Path, plan: Plan, stage: str | None, records: Mapping[str, Record], prefix: str
+) -> list[Run]:
+    known = {run.folder: (run, records.get(run.folder)) for run in plan.runs}
+    found = [(run, record) for run, record in known.values() if run.stage == stage]
     heads, seeds, others = (plan.axes_for(role) for role in ("schedule", "seed", "column"))
     data = Counter(record.data for _, record in found if record)
-    schedules = {run.labels[axis]: record.schedule for run, record in found if record for axis in heads}
-    schedule = next(iter(Counter(r.schedule for _, r in found if r)), "?")
+    schedules = {run.labels[axis]: record.schedule for run, record in known.values() if record for axis in heads}
+    schedule = next(iter(Counter(r.schedule for _, r in known.values() if r)), "?")
 
     def row(run: PlannedRun, record: Record | None) -> str:
         if record:
@@ -99,10 +128,13 @@ def _place_planned(folder: Path, plan: Plan, records: Mapping[str, Record], pref
             return ", ".join(run.labels[axis] for axis in seeds)
         return _seed(record) if record else "?"
 
-    return [
-        Run(row(run, record), column(run, record), seed(run, record), folder / run.folder, record, run.labels)
-        for run, record in found
-    ]
+    def place(run: PlannedRun, record: Record | None) -> Run:
+        before = () if record else (place(*known[name]) for name in run.earlier.values())
+        obstacle = next((other for other in before if other.status != "finished"), None)
+        where = row(run, record), column(run, record), seed(run, record)
+        return Run(*where, folder / run.folder, record, run.labels, obstacle)
+
+    return [place(run, record) for run, record in found]
 
 
 def _place_unplanned(records: Sequence[Record]) -> list[Run]:

@@ -4,6 +4,8 @@ import math
 import re
 from dataclasses import dataclass
 
+_PASS_AT = re.compile(r"(.+_)?pass@[0-9]+")
+
 
 @dataclass(frozen=True)
 class MetricKind:
@@ -35,9 +37,7 @@ KINDS: dict[str, MetricKind] = {
 }
 """By the last part of a metric's name or its ending: "test/top1", "val/ema_loss". Add a metric's direction here."""
 
-_PASS_AT = re.compile(r"(.+_)?pass@[0-9]+")
-
-DEFAULTS = ("test/top1", "val/top1")
+DEFAULTS = ("test/top1", "val/top1", "test/bits_per_byte", "val/bits_per_byte")
 SPLITS = ("train", "val", "test")
 """What a metric's name begins with if it is the task's; any other beginning names an evaluation after training."""
 

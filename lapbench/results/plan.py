@@ -4,7 +4,7 @@
 """
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,20 @@ class PlannedRun:
     """One run of a sweep.
 
     Attributes:
-        folder: name of its folder inside the sweep's folder.
+        folder: its folder inside the sweep's folder: "heads-2_seed-0", with stages "heads-2_seed-0/sft".
         labels: label of its value on each axis, {"heads": "2", "seed": "0"}.
-        arguments: of ``lapbench fit``, without the run folder.
+        arguments: of ``lapbench fit``, without the run folder; "{pretrain}" stands for the folder of that stage.
         configs: digest of the content of each config file among the arguments.
+        stage: the stage of its cell that it is; None in a sweep without stages.
+        earlier: the folders of the stages before it, by name, the first one first.
     """
 
     folder: str
     labels: dict[str, str]
     arguments: tuple[str, ...]
     configs: dict[str, str]
+    stage: str | None = None
+    earlier: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,11 @@ class Plan:
     metric: str | None = None
     retired: tuple[PlannedRun, ...] = ()
 
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The names of the stages, in order; none if each cell is one run."""
+        return tuple(dict.fromkeys(run.stage for run in self.runs if run.stage))
+
     def axes_for(self, role: str) -> list[str]:
         return [axis for axis, found in self.axes.items() if found == role]
 
@@ -60,8 +69,8 @@ def write_plan(folder: Path, plan: Plan) -> None:
         "baseline": plan.baseline,
         "metric": plan.metric,
         "axes": plan.axes,
-        "runs": [dataclasses.asdict(run) for run in plan.runs],
-        "retired": [dataclasses.asdict(run) for run in plan.retired],
+        "runs": [_as_dict(run) for run in plan.runs],
+        "retired": [_as_dict(run) for run in plan.retired],
     }
     write_json(folder / FILE_NAME, {"format": FORMAT, **values})
 
@@ -86,10 +95,26 @@ def read_plan(folder: Path) -> Plan:
     for axis, role in plan.axes.items():
         if role not in ROLES:
             raise UserError(f"{path}: axis {axis!r} has role {role!r}, expected one of {', '.join(ROLES)}")
+    folders = {run.folder for run in plan.runs}
     for run in plan.runs:
-        if run.labels.keys() != plan.axes.keys() or Path(run.folder).name != run.folder or run.folder == "..":
+        if run.labels.keys() != plan.axes.keys() or not _is_safe(run.folder, run.stage):
             raise UserError(f"{path}: run {run.folder!r} does not fit the axes {', '.join(plan.axes)}")
+        if unknown := [name for name in run.earlier.values() if name not in folders]:
+            raise UserError(f"{path}: run {run.folder!r} starts from {unknown[0]!r}, which is none of its runs")
     return plan
+
+
+def _is_safe(folder: str, stage: str | None) -> bool:
+    """Whether it is inside the sweep's folder, as deep as it should be."""
+    parts = folder.split("/")
+    return len(parts) == (1 if stage is None else 2) and all(part not in ("", ".", "..") for part in parts)
+
+
+def _as_dict(run: PlannedRun) -> dict[str, Any]:
+    values = dataclasses.asdict(run)
+    if run.stage is None:
+        del values["stage"], values["earlier"]
+    return values
 
 
 def _text(value: Any) -> str:
@@ -104,4 +129,6 @@ def _run(value: dict[str, Any]) -> PlannedRun:
         labels={_text(axis): _text(label) for axis, label in value["labels"].items()},
         arguments=tuple(_text(argument) for argument in value["arguments"]),
         configs={_text(name): _text(digest) for name, digest in value["configs"].items()},
+        stage=_text(value["stage"]) if "stage" in value else None,
+        earlier={_text(stage): _text(folder) for stage, folder in value.get("earlier", {}).items()},
     )

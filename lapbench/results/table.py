@@ -74,26 +74,28 @@ def leaderboard(
     baseline: str | None = None,
     metric: str | None = None,
     plans: Mapping[Path, Plan] | None = None,
+    stage: str | None = None,
 ) -> Table:
     """Arrange ``records`` into a table of one metric.
 
     Args:
         records: from `load_records`.
         baseline: row that the others are compared with; by default the sweep's, else "0L" if there is such a row.
-        metric: by default the sweep's, else "test/top1" if any record has it, else "val/top1".
+        metric: by default the sweep's, else the first of `lapbench.results.metrics.DEFAULTS` that a record has.
         plans: the sweeps by folder; by default those whose folder holds the records' folders.
+        stage: of a sweep with stages, the one to show; by default the last.
 
     Raises:
-        UserError: nothing to show, two runs of one cell and seed, unknown baseline or metric.
+        UserError: nothing to show, two runs of one cell and seed, unknown baseline, metric or stage.
     """
     if plans is None:
-        parents = dict.fromkeys(record.folder.parent for record in records if record.folder)
+        parents = dict.fromkeys(parent for record in records if record.folder for parent in record.folder.parents[:2])
         plans = {folder: read_plan(folder) for folder in parents if (folder / PLAN_FILE).is_file()}
-    placed = collect(records, plans)
+    placed = collect(records, plans, stage)
     if not placed.rows:
         raise UserError("no runs to make a table of")
     only_plan = next(iter(plans.values())) if len(plans) == 1 else None
-    metric = _choose_metric(metric, only_plan.metric if only_plan else None, records)
+    metric = _choose_metric(metric, _planned_metric(only_plan, placed) if only_plan else None, placed.records)
     baseline = _choose_baseline(baseline or (only_plan.baseline if only_plan else None), placed)
     kind = kind_of(metric)
     cells = {place: _cell(runs, metric) for place, runs in placed.runs.items()}
@@ -108,9 +110,15 @@ def leaderboard(
         rows=tuple(placed.rows),
         columns=tuple(placed.columns),
         cells=cells,
-        caption=_caption(metric, kind, baseline, cells),
+        caption=_caption(metric, kind, baseline, cells, placed.stages),
         notes=_notes(cells, placed),
     )
+
+
+def _planned_metric(plan: Plan, placed: Cells) -> str | None:
+    """The sweep's metric is one of its last stage; another stage is shown by it only if it has it too."""
+    last = placed.stages == [*plan.stages[-1:]]
+    return plan.metric if last or any(plan.metric in record.metrics for record in placed.records) else None
 
 
 def _choose_metric(wanted: str | None, planned: str | None, records: Sequence[Record]) -> str:
@@ -172,8 +180,10 @@ def _compare(cells: dict[tuple[str, str], Cell], column: str, baseline: str | No
             cells[row, where] = replace(cell, difference=cell.summary.mean - reference.summary.mean)
 
 
-def _caption(metric: str, kind: MetricKind, baseline: str | None, cells: Mapping[tuple[str, str], Cell]) -> str:
-    """One line: metric, split, statistic, and which checkpoint was scored."""
+def _caption(
+    metric: str, kind: MetricKind, baseline: str | None, cells: Mapping[tuple[str, str], Cell], stages: Sequence[str]
+) -> str:
+    """One line: metric, split, stage, statistic, and which checkpoint was scored."""
     records = [e.run.record for cell in cells.values() for e in cell.entries if e.state == "done" and e.run.record]
     data = {record.data for record in records}
     checkpoints = Counter(record.checkpoint or "not recorded" for record in records)
@@ -182,6 +192,7 @@ def _caption(metric: str, kind: MetricKind, baseline: str | None, cells: Mapping
     parts[0] += f" on the {split} split" if split in SPLITS else ""
     parts[0] += f" of {next(iter(data))}" if len(data) == 1 else ""
     parts[0] += f", by evaluation {split}" if split and split not in SPLITS else ""
+    parts[0] += f", after stage {' or '.join(stages)}" if stages else ""
     if kind.higher_is_better is None:
         parts.append("not ranked, as it is not known which direction is better")
     else:
@@ -205,10 +216,15 @@ def _notes(cells: Mapping[tuple[str, str], Cell], placed: Cells) -> tuple[str, .
     if incomplete:
         counts = ", ".join(f"{n} {state}" for state, n in Counter(entry.state for entry in incomplete).items())
         notes.append(f"Incomplete: of {len(entries)} runs {counts}. Cells with such runs are not ranked or compared.")
-    named = [entry for entry in incomplete if entry.state not in ("not started", "running")]
-    for entry in named[:MOST_NAMED]:
-        error = entry.run.record.error if entry.run.record else None
-        notes.append(f"{entry.state}: {entry.run.folder}" + (f": {' '.join(error.split())}" if error else ""))
+    obstacles = [entry.run.waits_for for entry in incomplete if entry.run.waits_for]
+    if obstacles:
+        counts = ", ".join(f"{n} {state}" for state, n in Counter(run.status for run in obstacles).items())
+        notes.append(f"Waiting for an earlier stage: {len(obstacles)} ({counts}).")
+    named = [(entry.state, entry.run) for entry in incomplete] + [(run.status, run) for run in obstacles]
+    named = [(state, run) for state, run in named if state not in ("not started", "running")]
+    for state, run in named[:MOST_NAMED]:
+        error = run.record.error if run.record else None
+        notes.append(f"{state}: {run.folder}" + (f": {' '.join(error.split())}" if error else ""))
     if len(named) > MOST_NAMED:
         notes.append(f"and {len(named) - MOST_NAMED} more")
     if strays := [str(record.folder) for record in placed.strays]:
@@ -234,8 +250,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--metric",
         metavar="NAME",
-        help="metric to show, as the records name it (default: the sweep's metric, else test/top1, else val/top1)",
+        help="metric to show, as the records name it (default: the sweep's metric, else the first that there is of "
+        f"{', '.join(DEFAULTS)})",
     )
+    parser.add_argument("--stage", metavar="NAME", help="stage to show, of a sweep with stages (default: the last)")
     parser.add_argument(
         "--format",
         choices=sorted(FORMATS),
@@ -245,7 +263,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--output", metavar="FILE", type=Path, help="write to FILE instead of printing")
     arguments = parser.parse_args(argv)
     records, plans = load_directory(arguments.directory)
-    table = leaderboard(records, arguments.baseline, arguments.metric, plans)
+    table = leaderboard(records, arguments.baseline, arguments.metric, plans, arguments.stage)
     output: Path | None = arguments.output
     name = arguments.format or (SUFFIXES.get(output.suffix.lower()) if output else None) or "text"
     if output:

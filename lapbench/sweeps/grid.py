@@ -19,94 +19,37 @@ A sweep file is YAML::
     baseline: 0L                         # schedule that the table compares with
     metric: test/top1                    # metric that the table shows
 
+With ``stages``, each cell of the grid is a chain of runs instead of one::
+
+    stages:                              # in this order; each is written like a value of an axis
+      pretrain: {config: language/d20_pretrain}
+      midtrain: {config: language/d20_midtrain, model.init_args.init_from: "{pretrain}"}
+      sft: {config: language/d20_sft, model.init_args.init_from: "{midtrain}"}
+
+``{pretrain}`` in a string stands for the run folder of that earlier stage of the same cell. Configs are applied in the
+order base, stage, axes; axes and overrides hold for every stage. A stage starts when the stage before it has finished,
+in the folder ``heads-2_seed-0/midtrain``. The table shows the last stage, ``lapbench table --stage`` an earlier one.
+
 Keys are those of ``lapbench fit``, written with dots. The runs are all combinations, the first axis varying slowest.
 A run's folder is named after its values: ``heads-2_seed-0``. In the table the axis of ``....heads`` makes the rows,
 that of ``seed_everything`` is averaged over, and any other makes columns.
 """
 
 import difflib
-import hashlib
-import itertools
-import json
-import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lapbench.config_files import find_config, load_yaml
 from lapbench.errors import UserError
-from lapbench.results.plan import Plan, PlannedRun
+from lapbench.sweeps.stages import check_references
+from lapbench.sweeps.sweep import Axis, Setting, Sweep, as_argument, safe
 
-TOP_LEVEL = ("name", "base", "axes", "overrides", "baseline", "metric")
+TOP_LEVEL = ("name", "base", "axes", "stages", "overrides", "baseline", "metric")
 RESERVED = {"config": "use `base` for configs", "run.dir": "each run gets its own folder"}
-LONGEST_LABEL = 24
-LONGEST_FOLDER = 200
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]*")
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*\+?")
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What one value of an axis sets."""
-
-    configs: tuple[str, ...] = ()
-    keys: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Axis:
-    """Settings by label, in order. ``role`` is the axis's place in a table, see `lapbench.results.plan.Plan`."""
-
-    name: str
-    role: str
-    settings: dict[str, Setting]
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """A checked sweep file."""
-
-    name: str
-    source: Path
-    base: tuple[str, ...]
-    axes: tuple[Axis, ...]
-    overrides: dict[str, Any]
-    baseline: str | None
-    metric: str | None
-
-    def plan(self) -> Plan:
-        """All runs of the grid. UserError: a config is missing or broken, or two runs would share a folder."""
-        digests: dict[str, str] = {}
-        runs: dict[str, PlannedRun] = {}
-        for combination in itertools.product(*(axis.settings for axis in self.axes)):
-            labels = dict(zip((axis.name for axis in self.axes), combination, strict=True))
-            run = self._run(labels, digests)
-            # Some file systems do not tell upper from lower case.
-            other = runs.setdefault(run.folder.casefold(), run)
-            if other is not run:
-                raise UserError(f"{self.source}: {other.labels} and {labels} would share the folder {run.folder}")
-        axes = {axis.name: axis.role for axis in self.axes}
-        return Plan(self.name, axes, tuple(runs.values()), self.baseline, self.metric)
-
-    def _run(self, labels: dict[str, str], digests: dict[str, str]) -> PlannedRun:
-        settings = [axis.settings[labels[axis.name]] for axis in self.axes]
-        configs = [*self.base, *(name for setting in settings for name in setting.configs)]
-        if not configs:
-            raise UserError(f"{self.source}: key 'base': expected at least one config, got none")
-        for name in configs:
-            if name not in digests:
-                digests[name] = _digest(load_yaml(find_config(name)))
-        keys = self.overrides | {key: value for setting in settings for key, value in setting.keys.items()}
-        arguments = [part for name in configs for part in ("--config", name)]
-        arguments += [f"--{key}={as_argument(value)}" for key, value in keys.items()]
-        folder = "_".join(f"{safe(axis)}-{safe(label)}" for axis, label in labels.items())
-        if len(folder) > LONGEST_FOLDER:
-            raise UserError(
-                f"{self.source}: folder name of {len(folder)} characters, expected at most {LONGEST_FOLDER}"
-            )
-        return PlannedRun(folder, labels, tuple(arguments), {name: digests[name] for name in configs})
 
 
 def load_sweep(path_or_name: str | Path) -> Sweep:
@@ -133,11 +76,13 @@ def load_sweep(path_or_name: str | Path) -> Sweep:
         source=path,
         base=_configs(values.get("base") or [], f"{path}: key 'base'"),
         axes=_axes(values.get("axes"), f"{path}: key 'axes'"),
+        stages=_stages(values["stages"], f"{path}: key 'stages'") if "stages" in values else {},
         overrides=overrides,
         baseline=_optional_text(values, "baseline", path),
         metric=_optional_text(values, "metric", path),
     )
     _refuse_conflicts(sweep)
+    check_references(sweep)
     return sweep
 
 
@@ -171,12 +116,22 @@ def _axis(name: str, value: Any, where: str) -> Axis:
         else:
             raise UserError(f"{where}: a list of values needs a `key` (without one: a mapping of label to settings)")
     labels = [label for label, _ in settings]
-    if broken := next((label for label in labels if "\0" in label), None):
-        raise UserError(f"{where}: value {broken!r}: a NUL character cannot be passed to a program")
     if len(set(labels)) < len(labels):
         repeated = next(label for label in labels if labels.count(label) > 1)
         raise UserError(f"{where}: key 'values': expected each value once, got {repeated} twice")
     return Axis(name, _role(key), dict(settings))
+
+
+def _stages(values: Any, where: str) -> dict[str, Setting]:
+    if not isinstance(values, dict) or not values:
+        raise UserError(f"{where}: expected a mapping of at least one stage, got {_kind(values)}")
+    folders: dict[str, str] = {}
+    for name in values:
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise UserError(f"{where}: stage {name!r}: expected a name of letters, digits, '.', '_' and '-'")
+        if (other := folders.setdefault(safe(name).casefold(), name)) != name:
+            raise UserError(f"{where}: stages {other!r} and {name!r} would share the folder {safe(name)}")
+    return {name: _setting(value, f"{where}: stage {name!r}") for name, value in values.items()}
 
 
 def _role(key: str | None) -> str:
@@ -207,6 +162,8 @@ def _keys(value: Any, where: str) -> dict[str, Any]:
             raise UserError(f"{where}: expected a key of `lapbench fit` such as trainer.max_epochs, got {key!r}")
         if key in RESERVED:
             raise UserError(f"{where}: key {key!r} cannot be set here: {RESERVED[key]}")
+        if "\0" in as_argument(value[key]):
+            raise UserError(f"{where}: value {value[key]!r}: a NUL character cannot be passed to a program")
     return dict(value)
 
 
@@ -219,40 +176,21 @@ def _optional_text(values: Mapping[str, Any], key: str, path: Path) -> str | Non
 
 def _refuse_conflicts(sweep: Sweep) -> None:
     """A key may be set in one place only: elsewhere one of the two values would be lost without a word."""
+    groups = [(f"axis {axis.name!r}", list(axis.settings.values())) for axis in sweep.axes]
+    groups += [("stages", list(sweep.stages.values()))] if sweep.stages else []
     owners = dict.fromkeys(sweep.overrides, "overrides")
-    for axis in sweep.axes:
-        keys = dict.fromkeys(key for setting in axis.settings.values() for key in setting.keys)
+    for name, settings in groups:
+        keys = dict.fromkeys(key for setting in settings for key in setting.keys)
         for key in keys:
             for other, owner in owners.items():
                 if _overlap(key, other):
                     what = f"key {key!r}" if key == other else f"keys {key!r} and {other!r}"
-                    raise UserError(
-                        f"{sweep.source}: {what}: expected in one place, got axis {axis.name!r} and {owner}"
-                    )
-        owners |= dict.fromkeys(keys, f"axis {axis.name!r}")
+                    raise UserError(f"{sweep.source}: {what}: expected in one place, got {name} and {owner}")
+        owners |= dict.fromkeys(keys, name)
 
 
 def _overlap(a: str, b: str) -> bool:
     return a == b or a.startswith(f"{b}.") or b.startswith(f"{a}.")
-
-
-def as_argument(value: Any) -> str:
-    """A YAML value as ``lapbench fit`` reads it after ``--key=``, and as tables call it."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
-    return value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def safe(label: str) -> str:
-    """``label`` as part of a folder's name; a long or structured one is cut and gets a digest to stay distinct."""
-    name = re.sub(r"[^A-Za-z0-9.+-]+", "-", label)
-    if len(label) <= LONGEST_LABEL and not label.startswith(("[", "{")) and name.strip("-."):
-        return name
-    return f"{name[:LONGEST_LABEL].strip('-.')}-{_digest(label)}".lstrip("-")
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 
 def _kind(value: Any) -> str:

@@ -86,7 +86,7 @@ def launch(plan: Plan, out: Path, jobs: int = 1, command: Sequence[str] = FIT) -
         write_plan(out, plan)
         todo = [run for run in plan.runs if status_of(records.get(run.folder)) != "finished"]
         done = len(plan.runs) - len(todo)
-        emit(f"{plan.name}: {len(plan.runs)} runs in {out}{f', {done} of them already finished' if done else ''}\n")
+        emit(f"{plan.name}: {_size(plan)} in {out}{f', {done} of them already finished' if done else ''}\n")
         outcome = Outcome()
         if todo:
             display = open_display(len(plan.runs), plan.metric)
@@ -98,6 +98,12 @@ def launch(plan: Plan, out: Path, jobs: int = 1, command: Sequence[str] = FIT) -
             emit(_failures(outcome, len(plan.runs)))
         _print_table(out)
         return 1 if outcome.failures else 0
+
+
+def _size(plan: Plan) -> str:
+    """ "6 runs", or "6 runs (2 x pretrain, midtrain, sft)" with stages."""
+    count = len(plan.runs)
+    return f"{count} runs ({count // len(plan.stages)} x {', '.join(plan.stages)})" if plan.stages else f"{count} runs"
 
 
 def _print_table(out: Path) -> None:
@@ -116,16 +122,21 @@ def _failures(outcome: Outcome, total: int) -> str:
     lines = [f"\n{len(outcome.failures)} of {total} runs failed:"]
     for failure in outcome.failures:
         lines += [f"  {failure.run.folder}: {failure.reason}", f"    log: {failure.log}"]
+    if outcome.waiting:
+        lines.append(f"{len(outcome.waiting)} later stages wait for them: {_some(outcome.waiting)}.")
     return "\n".join([*lines, "Start the sweep again to try them again.", ""])
 
 
 def _stopped(outcome: Outcome, total: int) -> str:
-    names = outcome.unfinished[:5] + (["..."] if len(outcome.unfinished) > 5 else [])
     failed = f", {len(outcome.failures)} failed" if outcome.failures else ""
     return (
-        f"Stopped: {len(outcome.unfinished)} of {total} runs are unfinished ({', '.join(names)}){failed}. "
+        f"Stopped: {len(outcome.unfinished)} of {total} runs are unfinished ({_some(outcome.unfinished)}){failed}. "
         "Start the sweep again to continue.\n"
     )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join([*names[:5], *(["..."] if len(names) > 5 else [])])
 
 
 def dry_run(plan: Plan, out: Path, command: Sequence[str] = FIT) -> str:
@@ -135,8 +146,8 @@ def dry_run(plan: Plan, out: Path, command: Sequence[str] = FIT) -> str:
     records = find_records(out, plan)
     actions = [ACTIONS[status_of(records.get(run.folder))] for run in plan.runs]
     counts = ", ".join(f"{n} {action}" for action, n in Counter(actions).items())
-    lines = [f"{plan.name}: {len(plan.runs)} runs in {out} ({counts})"]
+    lines = [f"{plan.name}: {_size(plan)} in {out} ({counts})"]
     for index, (run, action) in enumerate(zip(plan.runs, actions, strict=True), 1):
         lines.append(f"[{index}/{len(plan.runs)}] {run.folder}: {action}")
-        lines.append(f"    {shlex.join(fit_command(command, out / run.folder, run))}")
+        lines.append(f"    {shlex.join(fit_command(command, out, run))}")
     return "\n".join([*lines, ""])

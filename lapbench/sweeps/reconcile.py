@@ -36,22 +36,30 @@ def reconcile(out: Path, plan: Plan) -> Plan:
         ``plan``, knowing the runs that are no longer part of it.
 
     Raises:
-        UserError: a run that has a record was made with other arguments or configs, or by something else than this
-            sweep: starting it again would mix the results of two configurations in one table.
+        UserError: a run that has a record was made with other arguments or configs, by something else than this
+            sweep, or from an earlier stage that is no longer there: starting the sweep again would mix the results of
+            two configurations in one table.
     """
     earlier = read_plan(out) if (out / PLAN_FILE).exists() else Plan(plan.name, plan.axes, ())
     known = {run.folder: run for run in (*earlier.retired, *earlier.runs)}
+    current = {run.folder for run in plan.runs}
+    made = {name for name in {*known, *current} if (out / name / RECORD_FILE).exists()}
     for run in plan.runs:
-        if not (out / run.folder / RECORD_FILE).exists():
+        later = [name for name, other in known.items() if name in made and run.folder in other.earlier.values()]
+        if run.folder not in made and later:
+            raise UserError(
+                f"{out / later[0]} holds a run that started from {run.folder}, which is no longer there; "
+                f"use another --out, or move {' and '.join(later)} away too, to run the chain anew from {run.stage}"
+            )
+        if run.folder not in made:
             continue
-        advice = "use another --out, or move that folder away to run it anew"
+        what = " and ".join(["that folder", *later])
+        advice = f"use another --out, or move {what} away to run {'them' if later else 'it'} anew"
         if run.folder not in known:
             raise UserError(f"{out / run.folder} holds a run that this sweep did not make: {advice}")
         if difference := _difference(known[run.folder], run):
             raise UserError(f"{out / run.folder} holds a run with other settings: {difference}; {advice}")
-    current = {run.folder for run in plan.runs}
-    gone = (run for name, run in known.items() if name not in current and (out / name / RECORD_FILE).exists())
-    return replace(plan, retired=tuple(gone))
+    return replace(plan, retired=tuple(run for name, run in known.items() if name in made - current))
 
 
 def _difference(old: PlannedRun, new: PlannedRun) -> str | None:
@@ -63,6 +71,9 @@ def _difference(old: PlannedRun, new: PlannedRun) -> str | None:
         if not gone and not come:
             return f"{' '.join(before)} then, {' '.join(after)} now (another order)"
         return f"{gone or 'nothing'} then, {come or 'nothing'} now"
+    if old.earlier != new.earlier:
+        stages = [", ".join(run.earlier) or "none" for run in (old, new)]
+        return f"the stages before it were {stages[0]} then, are {stages[1]} now"
     changed = [name for name, digest in new.configs.items() if old.configs.get(name) != digest]
     return f"the content of config {', '.join(changed)} has changed since" if changed else None
 

@@ -24,6 +24,7 @@ from lapbench.results.record import FILE_NAME as RECORD_FILE
 from lapbench.results.record import Record
 from lapbench.sweeps.progress import Display, duration, score_of
 from lapbench.sweeps.reconcile import find_record
+from lapbench.sweeps.stages import with_folders
 
 AGAIN = 75
 """Exit status of a run that stopped in an orderly way and wants to be started again (EX_TEMPFAIL)."""
@@ -61,16 +62,19 @@ class Failure:
 
 @dataclass
 class Outcome:
-    """What became of the runs. ``signal`` is the one that stopped the sweep."""
+    """What became of the runs. ``waiting`` are later stages of failed runs; ``signal`` stopped the sweep."""
 
     finished: int = 0
     failures: list[Failure] = field(default_factory=list)
+    waiting: list[str] = field(default_factory=list)
     unfinished: list[str] = field(default_factory=list)
     signal: int | None = None
 
 
 class Runner:
-    """Runs ``runs`` in ``out``, ``jobs`` at a time.
+    """Runs ``runs`` in ``out``, ``jobs`` at a time: always the first one whose earlier stages have finished.
+
+    So a chain is finished before the next one begins: results come early, and so do mistakes in a late stage's config.
 
     Args:
         out: folder of the sweep; each run gets ``out / run.folder``.
@@ -106,9 +110,10 @@ class Runner:
         previous = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
         next_tick = 0.0
         try:
-            while self.running or (self.pending and not self.outcome.signal):
-                while self.pending and len(self.running) < self.jobs and not self.outcome.signal:
-                    self.running.append(self._start(self.pending.popleft()))
+            while self.running or (self._next() and not self.outcome.signal):
+                while len(self.running) < self.jobs and not self.outcome.signal and (run := self._next()):
+                    self.pending.remove(run)
+                    self.running.append(self._start(run))
                 self._forward_signal()
                 for job in [job for job in self.running if job.process.poll() is not None]:
                     self.running.remove(job)
@@ -125,8 +130,15 @@ class Runner:
             for number, handler in previous.items():
                 signal.signal(number, handler)
             self.display.close()
-        self.outcome.unfinished += [run.folder for run in self.pending]
+        left = self.outcome.unfinished if self.outcome.signal else self.outcome.waiting
+        left += [run.folder for run in self.pending]
         return self.outcome
+
+    def _next(self) -> PlannedRun | None:
+        """The first run that can start: no earlier stage of it is still to be run, running, or failed."""
+        unfinished = {run.folder for run in self.pending} | {job.run.folder for job in self.running}
+        unfinished |= {failure.run.folder for failure in self.outcome.failures}
+        return next((run for run in self.pending if unfinished.isdisjoint(run.earlier.values())), None)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         self.outcome.signal = self.outcome.signal or number
@@ -149,7 +161,7 @@ class Runner:
         folder = self.out / run.folder
         record = find_record(folder)
         log = folder / LOG_NAME
-        arguments = fit_command(self.command, folder, run)
+        arguments = fit_command(self.command, self.out, run)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with log.open("ab") as file:
@@ -201,7 +213,9 @@ class Runner:
     def _failed(self, job: Job, reason: str) -> None:
         self.done += 1
         self.outcome.failures.append(Failure(job.run, reason, job.log))
-        self._say(job.run.folder, f"FAILED: {reason} (see {job.log})")
+        waiting = [run.stage for run in self.pending if run.stage and job.run.folder in run.earlier.values()]
+        later = f"; not run, as they start from it: {', '.join(waiting)}" if waiting else ""
+        self._say(job.run.folder, f"FAILED: {reason} (see {job.log}){later}")
 
     def _say(self, name: str, what: str) -> None:
         self.display.ended(name, f"[{self.done}/{self.total}] {name} {what}")
@@ -249,9 +263,10 @@ def _version(folder: Path) -> tuple[int, int] | None:
     return status.st_mtime_ns, status.st_ino
 
 
-def fit_command(command: Sequence[str], folder: Path, run: PlannedRun) -> list[str]:
-    """The full command line of a run."""
-    return [*command, "--run.dir", str(folder), *run.arguments]
+def fit_command(command: Sequence[str], out: Path, run: PlannedRun) -> list[str]:
+    """The full command line of a run of the sweep in ``out``."""
+    arguments = (with_folders(argument, run.earlier, out) for argument in run.arguments)
+    return [*command, "--run.dir", str(out / run.folder), *arguments]
 
 
 def child_environment(jobs: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -7,10 +7,11 @@ import warnings
 
 import lightning.pytorch  # noqa: F401  it sets its loggers' levels at import, which must not come after ours
 
-from tests.benchmarks import block, commands, index, streaming, training
+from tests.benchmarks import block, commands, decoder, index, streaming, training
 
 SUITES = {
     "block": block.results,
+    "decoder": decoder.results,
     "fit": training.results,
     "streaming": streaming.results,
     "index": index.results,

@@ -158,7 +158,9 @@ def test_the_metric_is_chosen_by_what_there_is() -> None:
     assert leaderboard([both]).metric == "test/top1"
     assert leaderboard([replace(BASE, metrics={"val/top1": 0.5})]).metric == "val/top1"
     assert leaderboard([both], metric="val/top1").metric == "val/top1"
-    with pytest.raises(UserError, match=r"no record has the metric test/top1 or val/top1; there are val/loss"):
+    with pytest.raises(
+        UserError, match=r"no record has the metric test/top1 or .* or val/bits_per_byte; there are val/loss"
+    ):
         leaderboard([replace(BASE, metrics={"val/loss": 0.5})])
     with pytest.raises(UserError, match=r"no record has the metric test/top9; there are test/top1, val/top1"):
         leaderboard([both], metric="test/top9")
@@ -248,6 +250,88 @@ def test_a_sweep_that_has_just_begun(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "of 2 runs 1 running, 1 no record" in capsys.readouterr().out
 
 
+def make_chains(folder: Path, written: dict[str, Record], metric: str = "test/top1") -> None:
+    """Two schedules, each pre-trained, then fine-tuned."""
+    runs = []
+    for heads in ("0", "2"):
+        first = PlannedRun(f"heads-{heads}/pre", {"heads": heads}, (), {}, "pre")
+        runs += [first, replace(first, folder=f"heads-{heads}/sft", stage="sft", earlier={"pre": first.folder})]
+    write_plan(folder, Plan("chains", {"heads": "schedule"}, tuple(runs), metric=metric))
+    for name, each in written.items():
+        write_record(folder / name, each)
+
+
+def test_of_a_chain_the_last_stage_is_shown_or_the_one_asked_for(tmp_path: Path) -> None:
+    values = {"heads-0/pre": 0.1, "heads-0/sft": 0.5, "heads-2/pre": 0.2, "heads-2/sft": 0.6}
+    make_chains(tmp_path, {name: record(f"{name[6]}L", 0, value) for name, value in values.items()})
+    for table in (leaderboard(load_records(tmp_path)), leaderboard(*_directory(tmp_path), "sft")):
+        assert scores(table, "Digits") == {"0L": "50.00", "2L": "60.00"}
+        assert table.cells["2L", "Digits"].difference == pytest.approx(0.1)
+        assert table.notes == ()
+    assert scores(leaderboard(*_directory(tmp_path), "pre"), "Digits") == {"0L": "10.00", "2L": "20.00"}
+
+
+def test_what_a_missing_last_stage_waits_for(tmp_path: Path) -> None:
+    written = {
+        "heads-0/pre": record("0L", 0, None, status="failed", error="no space left"),
+        "heads-2/pre": record("2L", 0, 0.2, data="Text"),
+        "other": record("9L", 0, 0.2),
+    }
+    make_chains(tmp_path, written)
+    table = leaderboard(*_directory(tmp_path))
+    assert (table.metric, table.columns, table.rows) == ("test/top1", ("chains",), ("0L", "2L"))
+    assert table.notes == (
+        "Incomplete: of 2 runs 2 not started. Cells with such runs are not ranked or compared.",
+        "Waiting for an earlier stage: 1 (1 failed).",
+        f"failed: {tmp_path / 'heads-0' / 'pre'}: no space left",
+        f"Left out, as the sweep's plan does not hold them: {tmp_path / 'other'}",
+    )
+    assert [name for name, cell in table.cells.items() if cell.complete] == []
+    assert "2 not started" not in " ".join(leaderboard(*_directory(tmp_path), "pre").notes)
+
+
+def test_an_earlier_stage_need_not_have_the_metric_of_the_sweep(tmp_path: Path) -> None:
+    losses = {
+        name: replace(BASE, schedule=f"{name[6]}L", metrics={"val/bits_per_byte": 1.5})
+        for name in ("heads-0/pre", "heads-2/pre")
+    }
+    make_chains(tmp_path, losses, metric="arc_easy/accuracy")
+    assert leaderboard(*_directory(tmp_path)).metric == "arc_easy/accuracy"  # its turn comes
+    table = leaderboard(*_directory(tmp_path), "pre")
+    assert table.metric == "val/bits_per_byte"
+    assert scores(table, "Digits") == {"0L": "1.500", "2L": "1.500"}
+    assert "after stage pre; lower is better" in table.caption
+
+
+def test_an_unknown_stage(tmp_path: Path) -> None:
+    make_chains(tmp_path / "chains", {})
+    with pytest.raises(UserError, match="no stage 'xyz' in sweep chains: expected one of pre, sft"):
+        leaderboard(*_directory(tmp_path), "xyz")
+    make_sweep(tmp_path / "plain", {"heads-0": record("0L", 0, 0.9)}, {"heads": "schedule"}, [{"heads": "0"}])
+    assert leaderboard(*_directory(tmp_path), "pre").columns == ("chains: chains", "plain: Digits")
+    with pytest.raises(UserError, match="no stage 'pre': expected a sweep with `stages`, got none"):
+        leaderboard(*_directory(tmp_path / "plain"), "pre")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"folder": "heads-0/pre"', '"folder": "heads-0/../x"', "run 'heads-0/../x' does not fit"),
+        ('"folder": "heads-0/pre"', '"folder": "/x"', "run '/x' does not fit"),
+        ('"folder": "heads-0/pre"', '"folder": "heads-0"', "run 'heads-0' does not fit"),
+        ('"pre": "heads-0/pre"', '"pre": "heads-1/pre"', "'heads-0/sft' starts from 'heads-1/pre', which is none of"),
+        ('"stage": "pre"', '"stage": 3', "not a sweep's plan .TypeError: expected a string, got 3"),
+    ],
+)
+def test_a_broken_plan_of_chains_is_named(tmp_path: Path, old: str, new: str, message: str) -> None:
+    make_chains(tmp_path, {})
+    path = tmp_path / "sweep.json"
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(UserError, match=message):
+        read_plan(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -289,7 +373,7 @@ def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     printed = capsys.readouterr().out
-    for option in ("DIR", "--baseline NAME", "--metric NAME", "--format", "--output FILE"):
+    for option in ("DIR", "--baseline NAME", "--metric NAME", "--stage NAME", "--format", "--output FILE"):
         assert option in printed
 
 

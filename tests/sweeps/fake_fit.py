@@ -1,6 +1,7 @@
 """Stands in for ``lapbench fit`` in the tests of the launcher: a run of a few fast epochs that resumes.
 
-Its score depends on heads and seed only. ``--behavior=NAME[@FOLDER-PART]`` makes it misbehave: fail, crash, bad-input,
+Its score depends on heads, seed and ``--bonus`` only. With ``init_from`` it insists on a finished run there and adds
+that run's score. ``--behavior=NAME[@FOLDER-PART]`` makes it misbehave: fail, crash, bad-input,
 killed, again-once (stops with 75 after its first epoch), again-always, unfinished (exits 0 early), slow-stop,
 evaluation (trains, but an evaluation fails in its first process), again-evaluating (stops with 75 in the first, second,
 third, ... evaluation of five).
@@ -27,13 +28,15 @@ parser.add_argument("--config", action="append")
 parser.add_argument("--run.dir", dest="folder", type=Path)
 parser.add_argument("--model.init_args.backbone.heads", dest="heads", type=int, default=0)
 parser.add_argument("--seed_everything", dest="seed", type=int, default=0)
+parser.add_argument("--model.init_args.init_from", dest="init_from", type=Path)
+parser.add_argument("--bonus", type=float, default=0.9)
 parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--epoch_seconds", type=float, default=0.01)
 parser.add_argument("--behavior", default="")
 options = parser.parse_args()
 folder: Path = options.folder
 behavior, _, where = options.behavior.partition("@")
-if where not in folder.name:
+if where not in f"{folder.parent.name}/{folder.name}":
     behavior = ""
 lock = (folder / ".lock").open("a")
 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # two processes in one folder: the test must notice
@@ -50,7 +53,11 @@ with (folder / "starts").open("a") as file:
     environment = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "LAPBENCH_PARENT_PID")}
     file.write(json.dumps({"pid": os.getpid(), **environment}) + "\n")
 record = Record("FakeTask", "Digits", "vit", f"{options.heads}L", options.seed, checkpoint="last")
-first = 0
+first, start = 0, 0.0
+if options.init_from:
+    source = read_record(options.init_from)
+    assert source.status == "finished", f"started from a run that is {source.status}"
+    start = source.metrics["test/top1"]
 if (folder / "record.json").exists():
     record = replace(read_record(folder), status="running", error=None)
     first = record.progress["epoch"] or 0
@@ -72,7 +79,7 @@ if behavior == "unfinished":
     sys.exit(0)
 for epoch in range(first, options.epochs):
     time.sleep(options.epoch_seconds)
-    score = 0.9 + 0.01 * options.heads + 0.001 * options.seed * (1 + epoch)
+    score = start + options.bonus + 0.01 * options.heads + 0.001 * options.seed * (1 + epoch)
     progress = {"epoch": epoch + 1, "max_epochs": options.epochs, "step": 10 * (epoch + 1), "max_steps": None}
     record = replace(record, progress=progress, metrics={"val/top1": score})
     with (folder / "epochs").open("a") as file:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from lapbench.config_files import find_config, load_yaml
 from lapbench.errors import UserError
-from lapbench.sweeps.grid import as_argument, load_sweep, safe
+from lapbench.sweeps.grid import load_sweep
+from lapbench.sweeps.sweep import as_argument, safe
 
 HEADS = {"key": "model.init_args.backbone.heads", "values": [0, 2]}
 SEED = {"key": "seed_everything", "values": [0, 1]}

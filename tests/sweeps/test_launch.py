@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,9 @@ from lapbench.sweeps.grid import load_sweep
 from lapbench.sweeps.launch import dry_run, launch, main
 from lapbench.sweeps.runner import THREAD_VARIABLES, child_environment, last_line
 
+Start = Callable[[Path, Path, int], "subprocess.Popen[str]"]
+IsAlive = Callable[[int], bool]
+WaitUntil = Callable[[Callable[[], bool]], None]
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_fit.py")))
 SWEEP = """
 name: demo
@@ -267,30 +270,6 @@ def test_last_line_of_a_log(tmp_path: Path) -> None:
 # ---- the sweep as a process of its own, ended from outside ----
 
 
-def start_sweep(sweep: Path, out: Path, jobs: int) -> "subprocess.Popen[str]":
-    code = (
-        "import sys, pathlib; from lapbench.sweeps.grid import load_sweep; from lapbench.sweeps.launch import launch;"
-        "sys.exit(launch(load_sweep(sys.argv[1]).plan(), pathlib.Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]))"
-    )
-    command = [sys.executable, "-c", code, str(sweep), str(out), str(jobs), *FAKE]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
-
-
-def wait_until(condition: Any, seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("uninterrupted")
@@ -300,12 +279,14 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children with their parent")
 @pytest.mark.parametrize("seed", range(2))
-def test_sigkill_at_any_moment_ends_with_the_same_table(tmp_path: Path, uninterrupted: str, seed: int) -> None:
+def test_sigkill_at_any_moment_ends_with_the_same_table(
+    tmp_path: Path, uninterrupted: str, seed: int, start_sweep: Start, is_alive: IsAlive, wait_until: WaitUntil
+) -> None:
     sweep, out = write_sweep(tmp_path, epoch_seconds=0.1), tmp_path / "out"
     draw = random.Random(seed)
     finished: dict[str, tuple[int, int]] = {}
     for attempt in range(9):
-        process = start_sweep(sweep, out, jobs=1 + seed % 2)
+        process = start_sweep(sweep, out, 1 + seed % 2)
         if attempt < 8:
             time.sleep(draw.uniform(0.1, 1.2))
             process.kill()
@@ -322,9 +303,11 @@ def test_sigkill_at_any_moment_ends_with_the_same_table(tmp_path: Path, uninterr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children with their parent")
-def test_runs_die_with_a_killed_sweep(tmp_path: Path) -> None:
+def test_runs_die_with_a_killed_sweep(
+    tmp_path: Path, start_sweep: Start, is_alive: IsAlive, wait_until: WaitUntil
+) -> None:
     out = tmp_path / "out"
-    process = start_sweep(write_sweep(tmp_path, epoch_seconds=60), out, jobs=2)
+    process = start_sweep(write_sweep(tmp_path, epoch_seconds=60), out, 2)
     wait_until(lambda: len(starts(out)) == 2)
     pids = [start["pid"] for run in starts(out).values() for start in run]
     assert all(is_alive(pid) for pid in pids)
@@ -334,9 +317,11 @@ def test_runs_die_with_a_killed_sweep(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_lets_the_runs_save_and_says_what_is_left(tmp_path: Path, number: int, status: int) -> None:
+def test_a_signal_lets_the_runs_save_and_says_what_is_left(
+    tmp_path: Path, number: int, status: int, start_sweep: Start, wait_until: WaitUntil
+) -> None:
     out = tmp_path / "out"
-    process = start_sweep(write_sweep(tmp_path, epoch_seconds=0.5), out, jobs=2)
+    process = start_sweep(write_sweep(tmp_path, epoch_seconds=0.5), out, 2)
     wait_until(lambda: len(starts(out)) == 2)
     process.send_signal(number)
     output, _ = process.communicate(timeout=20)
@@ -347,9 +332,9 @@ def test_a_signal_lets_the_runs_save_and_says_what_is_left(tmp_path: Path, numbe
     assert sorted(starts(out)) == FOLDERS[:2]
 
 
-def test_a_second_signal_kills(tmp_path: Path) -> None:
+def test_a_second_signal_kills(tmp_path: Path, start_sweep: Start, wait_until: WaitUntil) -> None:
     out = tmp_path / "out"
-    process = start_sweep(write_sweep(tmp_path, epoch_seconds=60), out, jobs=1)
+    process = start_sweep(write_sweep(tmp_path, epoch_seconds=60), out, 1)
     wait_until(lambda: len(starts(out)) == 1)
     process.send_signal(signal.SIGINT)
     time.sleep(0.3)
