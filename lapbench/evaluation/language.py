@@ -104,9 +104,9 @@ class LanguageEvaluation(Evaluation):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Says before training what would only be found out after it."""
         if stage == "fit":
-            self.check(pl_module)
+            self.check(pl_module, trainer.datamodule)  # type: ignore[attr-defined]
 
-    def check(self, task: pl.LightningModule) -> None:
+    def check(self, task: pl.LightningModule, data: Any) -> None:
         """Finds out whether everything is there that the evaluation needs, the questions included.
 
         Raises:
@@ -114,6 +114,9 @@ class LanguageEvaluation(Evaluation):
         """
         if not isinstance(getattr(task, "backbone", None), Decoder):
             raise UserError(f"LanguageEvaluation: expected a language model, got {type(task).__name__}")
+        tokenizer = _tokenizer(data, task.backbone)
+        if self.settings.scoring == "letters":
+            letter_tokens(tokenizer)  # raises if the likeliest letter were not the likeliest next token
         if importlib.util.find_spec("lm_eval") is None:
             raise UserError(
                 "LanguageEvaluation needs lm-evaluation-harness, which is not installed: "
@@ -127,12 +130,10 @@ class LanguageEvaluation(Evaluation):
 
     def evaluate(self, run: FinishedTraining) -> dict[str, Any]:
         """Scores the model on each task."""
-        self.check(run.task)
+        self.check(run.task, run.data)
         processes = Processes.of(run.outer)
         model = cast(Decoder, run.task.backbone)
         tokenizer = _tokenizer(run.data, model)
-        if self.settings.scoring == "letters":
-            letter_tokens(tokenizer)  # raises if the likeliest letter were not the likeliest next token
         weights = processes.of_first(_hash(model) if processes.rank == 0 else "")
         with isolate_rng():  # the harness draws from python's generator
             tasks = {name: self._task(name, run, model, tokenizer, weights, processes) for name in self.settings.tasks}

@@ -143,7 +143,7 @@ def evaluate_run(cli: CLI, request: argparse.Namespace, evaluations: Sequence[La
     assert folder.path is not None
     assert checkpoint is not None  # as there is a folder
     for evaluation in evaluations:
-        evaluation.check(cli.model)
+        evaluation.check(cli.model, cli.datamodule)
     join_processes(trainer)
     choice = request.ckpt or folder.evaluated_checkpoint
     after = AfterFit(trainer, cli.model, cli.datamodule, cli.config.seed_everything, folder.path, checkpoint, choice)
