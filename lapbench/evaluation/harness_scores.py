@@ -60,7 +60,7 @@ def score(
         seed=seed,
         processes=processes,
         autocast=autocast,
-        progress=_Progress(f"{title}: {task}", processes),
+        progress=Progress(f"{title}: {task}", processes),
     )
     with _quiet_harness():
         found = evaluate(
@@ -106,7 +106,7 @@ def _named(task: str, values: Mapping[str, Any]) -> tuple[dict[str, float], dict
     return metrics, errors
 
 
-class _Progress:
+class Progress:
     """A line on stderr every ten seconds."""
 
     def __init__(self, name: str, processes: Processes, every_seconds: float = 10.0) -> None:
