@@ -112,9 +112,10 @@ class LanguageEvaluation(Evaluation):
         Raises:
             UserError: It is not.
         """
-        if not isinstance(getattr(task, "backbone", None), Decoder):
+        model: Any = getattr(task, "backbone", None)
+        if not isinstance(model, Decoder):
             raise UserError(f"LanguageEvaluation: expected a language model, got {type(task).__name__}")
-        tokenizer = _tokenizer(data, task.backbone)
+        tokenizer = _tokenizer(data, model)
         if self.settings.scoring == "letters":
             letter_tokens(tokenizer)  # raises if the likeliest letter were not the likeliest next token
         if importlib.util.find_spec("lm_eval") is None:

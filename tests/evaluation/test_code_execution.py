@@ -94,7 +94,7 @@ def test_sleeping_ends_at_the_wall_time_and_a_stubborn_one_too() -> None:
 def test_floods_are_thrown_away() -> None:
     assert run_program("for _ in range(300): print('x' * 100000)") == (True, "")
     flood = (
-        "import os\nfor fd in range(3, 32):\n    try:\n"
+        "import os\nfor fd in range(3, 500):\n    try:\n"
         "        while True: os.write(fd, b'x' * 65536)\n    except OSError: pass"
     )
     assert not run_program(flood, wall_seconds=1).passed
@@ -108,12 +108,12 @@ def test_floods_are_thrown_away() -> None:
     "program",
     [
         "import sys, os\nsys.stdin.seek(0)\nassert False",
-        "import os\nfor fd in range(3, 32):\n    try: os.write(fd, b'0' * 32)\n    except OSError: pass\nos._exit(0)",
-        "import os\nfor fd in range(3, 32):\n    try: os.write(fd, b'ready\\n')\n    except OSError: pass\nos._exit(0)",
+        "import os\nfor fd in range(3, 500):\n    try: os.write(fd, b'0' * 32)\n    except OSError: pass\nos._exit(0)",
+        "import os\nfor fd in range(3, 500):\n    try: os.write(fd, b'ready\\n')\n    except OSError: pass\nos._exit(0)",
         "import sys, os, gc\nfound = [o for o in gc.get_objects() if isinstance(o, (bytes, str)) and len(o) == 32]\n"
         "f = sys._getframe()\nwhile f:\n    found += [v for v in f.f_locals.values() if isinstance(v, bytes)]\n"
         "    f = f.f_back\n"
-        "for fd in range(3, 32):\n    for o in found:\n        try: os.write(fd, o)\n"
+        "for fd in range(3, 500):\n    for o in found:\n        try: os.write(fd, o)\n"
         "        except OSError: pass\nos._exit(0)",
     ],
 )
