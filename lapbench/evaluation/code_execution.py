@@ -29,7 +29,7 @@ from lapbench.errors import UserError
 CPU_SECONDS = 2
 WALL_SECONDS = 10.0
 MEMORY = 512 << 20
-_CHILD = Path(__file__).with_name("contained_child.py")
+_CHILD = Path(__file__).resolve().with_name("contained_child.py")
 _NOBODY = 65534
 _MOST_OUTPUT = 4096
 

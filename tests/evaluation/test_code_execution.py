@@ -85,10 +85,10 @@ def test_a_process_in_a_session_of_its_own_does_not_survive() -> None:
 
 def test_sleeping_ends_at_the_wall_time_and_a_stubborn_one_too() -> None:
     begin = time.monotonic()
-    assert run_program("import time; time.sleep(60)", wall_seconds=0.5) == (False, "timeout")
+    assert run_program("import time; time.sleep(60)", wall_seconds=2) == (False, "timeout")
     stubborn = "import signal, time\nfor s in (1, 2, 3, 15): signal.signal(s, signal.SIG_IGN)\ntime.sleep(60)"
-    assert run_program(stubborn, wall_seconds=0.5) == (False, "timeout")
-    assert time.monotonic() - begin < 10
+    assert run_program(stubborn, wall_seconds=2) == (False, "timeout")
+    assert time.monotonic() - begin < 20
 
 
 def test_floods_are_thrown_away() -> None:
@@ -97,7 +97,7 @@ def test_floods_are_thrown_away() -> None:
         "import os\nfor fd in range(3, 500):\n    try:\n"
         "        while True: os.write(fd, b'x' * 65536)\n    except OSError: pass"
     )
-    assert not run_program(flood, wall_seconds=1).passed
+    assert not run_program(flood, wall_seconds=3).passed
     files = "for i in range(10**9):\n    with open(str(i), 'w') as f: f.write('x' * 1000)"
     before = set(os.listdir("/tmp"))
     assert run_program(files, cpu_seconds=1) == (False, "killed by SIGKILL")
@@ -109,8 +109,9 @@ def test_floods_are_thrown_away() -> None:
     [
         "import sys, os\nsys.stdin.seek(0)\nassert False",
         "import os\nfor fd in range(3, 500):\n    try: os.write(fd, b'0' * 32)\n    except OSError: pass\nos._exit(0)",
-        "import os\nfor fd in range(3, 500):\n    try: os.write(fd, b'ready\\n')\n    except OSError: pass\nos._exit(0)",
-        "import sys, os, gc\nfound = [o for o in gc.get_objects() if isinstance(o, (bytes, str)) and len(o) == 32]\n"
+        "import os\nfor fd in range(3, 500):\n    try: os.write(fd, b'ready\\n')\n"
+        "    except OSError: pass\nos._exit(0)",
+        "import sys, os, gc\nfound = [o for o in gc.get_objects() if isinstance(o, bytes) and len(o) == 32]\n"
         "f = sys._getframe()\nwhile f:\n    found += [v for v in f.f_locals.values() if isinstance(v, bytes)]\n"
         "    f = f.f_back\n"
         "for fd in range(3, 500):\n    for o in found:\n        try: os.write(fd, o)\n"
