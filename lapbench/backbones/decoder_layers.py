@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lapbench.backbones.cache import KVCache
-from lapbench.backbones.decoder_ops import RMSNorm, rms_norm, rotate
+from lapbench.backbones.decoder_ops import RMSNorm, rms_norm, rotate, swiglu
 from lapbench.backbones.decoder_presets import Architecture, Norm
 from lapbench.heads.kinds import ATTENTION
 from lapbench.heads.mixing import combine_heads, needs_average
@@ -182,7 +182,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] from [B, T, D]."""
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        out: Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
         return out
 
 

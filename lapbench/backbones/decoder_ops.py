@@ -1,4 +1,4 @@
-"""Rotary embedding and RMSNorm with gradients of their own, which take fewer passes over memory than autograd's."""
+"""Rotary embedding, RMSNorm and SwiGLU with gradients of their own, which take less memory and fewer passes over it."""
 
 from typing import Any
 
@@ -27,8 +27,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         a, b = x.chunk(2, dim=-1)
         return torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1)
+    if not torch.is_grad_enabled():
+        return _rotated(x, cos, sin)
     rotated: Tensor = _Rotate.apply(x, cos, sin)
     return rotated
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    a, b = x.chunk(2, dim=-1)
+    out_a, out_b = out.chunk(2, dim=-1)
+    torch.mul(a, cos, out=out_a).addcmul_(b, sin)
+    torch.mul(b, cos, out=out_b).addcmul_(a, sin, value=-1)
+    return out
 
 
 class _Rotate(torch.autograd.Function):
@@ -37,12 +48,7 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        out = x * torch.cat([cos, cos], dim=-1)
-        a, b = x.chunk(2, dim=-1)
-        out_a, out_b = out.chunk(2, dim=-1)
-        out_a.addcmul_(b, sin)
-        out_b.addcmul_(a, sin, value=-1)
-        return out
+        return _rotated(x, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -67,8 +73,17 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float | None) -> Tensor:
     # Half precision keeps torch's own, which sums in float32.
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64) or torch.compiler.is_compiling():
         return F.rms_norm(x, (x.size(-1),), weight, eps)
-    normed: Tensor = _RMSNorm.apply(x, torch.finfo(x.dtype).eps if eps is None else eps)
-    return normed if weight is None else normed * weight
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    if not torch.is_grad_enabled():
+        normed, _ = _normed(x, eps)
+        return normed if weight is None else normed.mul_(weight)
+    out: Tensor = _RMSNorm.apply(x, eps) if weight is None else _WeightedRMSNorm.apply(x, weight, eps)
+    return out
+
+
+def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.size(-1)).add_(eps).rsqrt_()
+    return x * scale, scale
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -76,8 +91,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
-        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.size(-1)).add_(eps).rsqrt_()
-        y: Tensor = x * scale
+        y, scale = _normed(x, eps)
         ctx.save_for_backward(y, scale)
         return y
 
@@ -88,3 +102,51 @@ class _RMSNorm(torch.autograd.Function):
         y, scale = ctx.saved_tensors
         dot: Tensor = torch.linalg.vecdot(grad, y).unsqueeze(-1).div_(-y.size(-1))
         return torch.addcmul(grad, y, dot).mul_(scale), None
+
+
+class _WeightedRMSNorm(torch.autograd.Function):
+    """With w: dx = r (w dy - n mean(n w dy)) and dw = sum(n dy), n = r x the normalised input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        normed, scale = _normed(x, eps)
+        ctx.save_for_backward(x, weight, scale)
+        return normed.mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (grad,) = grads
+        x, weight, scale = ctx.saved_tensors
+        normed = x * scale
+        product = grad * normed
+        grad_weight = product.flatten(0, -2).sum(dim=0)
+        dot = (product @ weight).unsqueeze(-1).div_(-x.size(-1))
+        grad_x: Tensor = torch.mul(grad, weight, out=product).addcmul_(normed, dot).mul_(scale)
+        return grad_x, grad_weight, None
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) up (arXiv 2002.05202, eq. 5); the gradient of its gradient is not available."""
+    if torch.compiler.is_compiling():
+        return F.silu(gate) * up
+    out: Tensor = _SwiGLU.apply(gate, up) if torch.is_grad_enabled() else F.silu(gate).mul_(up)
+    return out
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Keeps gate and up only, and computes silu(gate) again."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        (grad,) = grads
+        gate, up = ctx.saved_tensors
+        grad_gate = grad * up
+        torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
+        return grad_gate, F.silu(gate).mul_(grad)

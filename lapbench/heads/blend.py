@@ -22,6 +22,8 @@ def blend(attended: Tensor, value: Tensor, groups: Groups) -> Tensor:
     """
     if torch.compiler.is_compiling():
         return _blend_pointwise(attended, value, groups)
+    if torch.is_inference_mode_enabled():  # what apply does besides takes longer than one token's heads
+        return _Blend.forward(attended, value, groups)
     blended: Tensor = _Blend.apply(attended, value, tuple(groups))
     return blended
 
@@ -47,11 +49,16 @@ class _Blend(torch.autograd.Function):
 
     @staticmethod
     def forward(attended: Tensor, value: Tensor, groups: Groups) -> Tensor:
-        out = _scaled(attended, [(b, n) for _, b, n in groups])
+        out = _like(attended)
         first = 0
-        for a, _, n in groups:
-            if a:
-                out.narrow(1, first, n).add_(value.narrow(1, first, n), alpha=a)
+        for a, b, n in groups:
+            part, from_attended, from_value = (t.narrow(1, first, n) for t in (out, attended, value))
+            if a == 1 and b != 0:
+                part.copy_(from_value).add_(from_attended, alpha=b)
+            else:
+                _scale(from_attended, b, part)
+                if a:
+                    part.add_(from_value, alpha=a)
             first += n
         return out
 
@@ -66,17 +73,25 @@ class _Blend(torch.autograd.Function):
         return _scaled(grad, [(b, n) for _, b, n in groups]), _scaled(grad, [(a, n) for a, _, n in groups]), None
 
 
+def _like(x: Tensor) -> Tensor:
+    """An empty [B, H, T, d_h] in the memory layout of [B, T, H, d_h]."""
+    return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+
+
 def _scaled(x: Tensor, groups: Sequence[tuple[float, int]]) -> Tensor:
     """A copy of x [B, H, T, d_h], each run of heads multiplied by its number."""
-    out = torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+    out = _like(x)
     first = 0
     for factor, n in groups:
-        part = out.narrow(1, first, n)
-        if factor == 0:
-            part.zero_()
-        elif factor == 1:
-            part.copy_(x.narrow(1, first, n))
-        else:
-            part.copy_(x.narrow(1, first, n)).mul_(factor)
+        _scale(x.narrow(1, first, n), factor, out.narrow(1, first, n))
         first += n
     return out
+
+
+def _scale(x: Tensor, factor: float, out: Tensor) -> None:
+    if factor == 0:
+        out.zero_()
+    elif factor == 1:
+        out.copy_(x)
+    else:
+        out.copy_(x).mul_(factor)

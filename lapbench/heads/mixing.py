@@ -92,9 +92,8 @@ def combine_heads(
             next_learned += n
         if average_BTHd is None and not _is(c, 0.0):
             mask = _of_heads(attn_mask, next_head, n)
-            average_BTHd = uniform_average(value_BTHd.transpose(1, 2), attn_mask=mask, is_causal=is_causal).transpose(
-                1, 2
-            )
+            mean = uniform_average(value_BTHd.transpose(1, 2), attn_mask=mask, is_causal=is_causal)
+            average_BTHd = mean.transpose(1, 2)
         next_head += n
         mixed.append(_combine(a, b, c, value_BTHd, attended_BTHd, average_BTHd))
     merged = torch.cat(mixed, dim=2) if len(mixed) > 1 else mixed[0].contiguous()

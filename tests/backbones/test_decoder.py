@@ -288,6 +288,20 @@ def test_soft_capped_logits_are_float32_under_autocast() -> None:
     assert 10 < logits.abs().max() <= 15
 
 
+@pytest.mark.parametrize("architecture", ["grouped", "gpt2"])
+def test_compiled_models_are_the_eager_ones(architecture: str) -> None:
+    tokens = tokens_of(2, 16)
+    results = []
+    for compiled in (False, True):
+        model = small(MIXED, **ARCHITECTURES[architecture])
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        logits = run(tokens)
+        torch.autograd.backward(logits.square().mean())
+        results.append([logits, *(p.grad for p in model.parameters())])
+    for eager, graph in zip(*results, strict=True):
+        torch.testing.assert_close(eager, graph, rtol=1e-4, atol=1e-5)
+
+
 def test_learned_coefficients_train() -> None:
     model = small({"learned(attention)": 4})
     torch.autograd.backward(model(tokens_of(2, 12)).square().sum())

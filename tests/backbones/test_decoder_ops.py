@@ -1,13 +1,14 @@
 """Rotation and RMSNorm against torch's own operations and gradients."""
 
 import cmath
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lapbench.backbones.decoder_ops import RMSNorm, rms_norm, rotary_table, rotate
+from lapbench.backbones.decoder_ops import RMSNorm, rms_norm, rotary_table, rotate, swiglu
 
 
 def results(out: Tensor, *leaves: Tensor) -> list[Tensor]:
@@ -28,6 +29,32 @@ def test_rms_norm_is_torchs(weighted: bool, dtype: torch.dtype, tolerance: float
             torch.testing.assert_close(mine, stock, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.02)]
+)
+def test_swiglu_is_its_formula(dtype: torch.dtype, tolerance: float) -> None:
+    gate, up = (torch.randn(2, 7, 10).to(dtype).requires_grad_() for _ in range(2))
+    ours, formula = results(swiglu(gate, up), gate, up), results(gate * gate.sigmoid() * up, gate, up)
+    for mine, stock in zip(ours, formula, strict=True):
+        torch.testing.assert_close(mine, stock, rtol=tolerance, atol=tolerance)
+
+
+def test_without_gradients_the_results_are_the_same() -> None:
+    x, weight = torch.randn(2, 5, 3, 8), torch.randn(8)
+    cos, sin = (table[:, None] for table in rotary_table(5, 8, 10000.0))
+    for run in (
+        lambda: rms_norm(x, None, 1e-6),
+        lambda: rms_norm(x, weight, 1e-6),
+        lambda: rotate(x, cos, sin),
+        lambda: swiglu(x, 2 * x),
+    ):
+        before = x.clone()
+        with torch.no_grad():
+            plain = run()
+        assert torch.equal(run(), plain)
+        assert torch.equal(x, before)
+
+
 def test_rms_norm_of_zero_is_zero() -> None:
     x = torch.zeros(2, 3, requires_grad=True)
     out, grad = results(rms_norm(x, None, 1e-6), x)
@@ -35,9 +62,12 @@ def test_rms_norm_of_zero_is_zero() -> None:
     assert grad.isfinite().all()
 
 
-def test_the_norms_gradient_has_none() -> None:
+@pytest.mark.parametrize(
+    "run", [lambda x: rms_norm(x, None, 1e-6), lambda x: rms_norm(x, torch.ones(3), 1e-6), lambda x: swiglu(x, x)]
+)
+def test_second_gradients_are_refused(run: Callable[[Tensor], Tensor]) -> None:
     x = torch.randn(2, 3, requires_grad=True)
-    (grad,) = torch.autograd.grad(rms_norm(x, None, 1e-6).square().sum(), x, create_graph=True)
+    (grad,) = torch.autograd.grad(run(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         torch.autograd.backward(grad.sum())
 
@@ -72,7 +102,7 @@ def test_compiled_operations_are_the_eager_ones() -> None:
     x = torch.randn(2, 5, 3, 6, requires_grad=True)
 
     def both(x: Tensor) -> Tensor:
-        return rms_norm(rotate(x, cos, sin), None, 1e-6)
+        return swiglu(rms_norm(rotate(x, cos, sin), torch.ones(6), 1e-6), x)
 
     compiled = torch.compile(both, backend="aot_eager", fullgraph=True)
     for eager, graph in zip(results(both(x), x), results(compiled(x), x), strict=True):

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lapbench.heads import HeadKind
-from lapbench.heads.mixing import mix_heads, uniform_average
+from lapbench.heads.mixing import combine_heads, mix_heads, needs_average, uniform_average
 
 B, H, T, D = 2, 6, 7, 5
 ALL_KINDS = ("attention", "laplacian", "deescalated(1)", "shaped", "highpass(0.5)", "learned(laplacian)")
@@ -243,3 +243,28 @@ def test_scale_is_passed_on() -> None:
 def test_learned_heads_without_coefficients_are_a_mistake() -> None:
     with pytest.raises(ValueError, match="learned kinds need their coefficients"):
         mix_heads(*tensors(), kinds_of(["learned(shaped)"] * H))
+
+
+@pytest.mark.parametrize("specs", SCHEDULES, ids=lambda specs: "-".join(HeadKind.parse(s).code for s in specs))
+def test_a_known_average_is_taken_as_it_is(specs: Sequence[str]) -> None:
+    kinds = kinds_of(specs)
+    q, k, v = tensors()
+    average = torch.randn(B, H, T, D, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    attended = F.scaled_dot_product_attention(q, k, v)
+    learned = learned_of(kinds)
+    out = combine_heads(attended, v, kinds, learned=learned, is_causal=True, average=average)
+    a, b, c = coefficients_of(kinds, learned).T[:, :, None, None]
+    torch.testing.assert_close(out, a * v + b * attended + c * average, rtol=0, atol=1e-12)
+    assert needs_average(kinds) == (
+        not torch.equal(out, combine_heads(attended, v, kinds, average=2 * average, learned=learned))
+    )
+
+
+@pytest.mark.parametrize("specs", SCHEDULES, ids=lambda specs: "-".join(HeadKind.parse(s).code for s in specs))
+def test_inference_mode_changes_nothing(specs: Sequence[str]) -> None:
+    kinds = kinds_of(specs)
+    plain = mix_heads(*tensors(), kinds, learned=learned_of(kinds), is_causal=True)
+    with torch.inference_mode():
+        inferred = mix_heads(*tensors(), kinds, learned=learned_of(kinds), is_causal=True)
+    assert torch.equal(plain, inferred)
+    assert plain.stride() == inferred.stride()
