@@ -1,7 +1,7 @@
 """Sampling text from a decoder, many prompts at a time."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ def generate(
     top_k: int | None = None,
     stop_tokens: Collection[int] = (),
     seeds: Sequence[int] | None = None,
+    done: Callable[[int, Sequence[int]], bool] | None = None,
 ) -> list[list[int]]:
     """Continues each prompt until a stop token, ``max_new_tokens`` or the end of the model's context.
 
@@ -36,6 +37,7 @@ def generate(
         top_k: Draws from the k likeliest tokens only.
         stop_tokens: Tokens that end a row.
         seeds: One seed for each prompt; by default drawn from torch's generator.
+        done: Asked after each token with the prompt's number and its new tokens so far; true ends the row.
 
     Returns:
         The new tokens of each prompt, without the stop token.
@@ -63,7 +65,7 @@ def generate(
         for i, (row, token) in enumerate(zip(rows, chosen.tolist(), strict=True)):
             if token not in stop_tokens:
                 out[row].append(token)
-                if len(out[row]) < limits[row]:
+                if len(out[row]) < limits[row] and not (done is not None and done(row, out[row])):
                     kept.append(i)
         if not kept:
             break

@@ -1,6 +1,7 @@
 """Evaluations that ``lapbench fit`` runs after training: callbacks named in the config's ``trainer.callbacks``."""
 
 from lapbench.evaluation.base import Evaluation, FinishedTraining
+from lapbench.evaluation.language import LanguageEvaluation
 from lapbench.evaluation.linear_probe import LinearProbe
 
-__all__ = ["Evaluation", "FinishedTraining", "LinearProbe"]
+__all__ = ["Evaluation", "FinishedTraining", "LanguageEvaluation", "LinearProbe"]

@@ -1,7 +1,10 @@
 """What a metric's name says about it: title, unit, and which direction is better. Numbers as tables print them."""
 
 import math
+import re
 from dataclasses import dataclass
+
+_PASS_AT = re.compile(r"(.+_)?pass@[0-9]+")
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,13 @@ KINDS: dict[str, MetricKind] = {
     "top1": MetricKind("top-1 accuracy", percent=True, higher_is_better=True),
     "top5": MetricKind("top-5 accuracy", percent=True, higher_is_better=True),
     "accuracy": MetricKind("accuracy", percent=True, higher_is_better=True),
+    "acc_norm": MetricKind("accuracy, by length", percent=True, higher_is_better=True),
+    "arc_easy": MetricKind("ARC-Easy", percent=True, higher_is_better=True),
+    "arc_challenge": MetricKind("ARC-Challenge", percent=True, higher_is_better=True),
+    "mmlu": MetricKind("MMLU", percent=True, higher_is_better=True),
+    "gsm8k": MetricKind("GSM8K", percent=True, higher_is_better=True),
+    "gsm8k_flexible": MetricKind("GSM8K, last number", percent=True, higher_is_better=True),
+    "average": MetricKind("average", percent=True, higher_is_better=True),
     "loss": MetricKind("loss", higher_is_better=False),
     "bits_per_byte": MetricKind("bits per byte", higher_is_better=False),
     "perplexity": MetricKind("perplexity", higher_is_better=False),
@@ -35,6 +45,8 @@ SPLITS = ("train", "val", "test")
 def kind_of(metric: str) -> MetricKind:
     """The kind of a metric named "split/name"; one that `KINDS` does not know is printed but not ranked."""
     name = metric.rpartition("/")[2]
+    if _PASS_AT.fullmatch(name):
+        return MetricKind(name.replace("humaneval_", "HumanEval "), percent=True, higher_is_better=True)
     for ending, kind in KINDS.items():
         if name == ending or name.endswith(f"_{ending}"):
             return kind

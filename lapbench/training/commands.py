@@ -1,4 +1,4 @@
-"""The commands fit, validate, test, predict and generate."""
+"""The commands fit, validate, test, predict, generate and evaluate."""
 
 import errno
 import json
@@ -21,6 +21,7 @@ from lapbench.errors import UserError
 from lapbench.evaluation.after_fit import evaluations_of, join_processes, missing
 from lapbench.process import children_die_with_this_process, die_with_parent
 from lapbench.results.record import write_record
+from lapbench.training import evaluate_command
 from lapbench.training.evaluating import evaluate_after_fit
 from lapbench.training.generating import cli_arguments, parse_request, written
 from lapbench.training.parser import CLI
@@ -146,6 +147,24 @@ def generate(argv: Sequence[str]) -> int:
     with _user_errors():
         print("\n---\n".join(written(_parse("generate", cli_arguments(request)), request)))
     return 0
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """``lapbench evaluate``: evaluates a run, writes the scores into its record and prints them as JSON.
+
+    Returns:
+        0, or 1 when an evaluation failed.
+    """
+    request = evaluate_command.parse_request(argv)
+    evaluations = evaluate_command.evaluations_of(request)
+    die_with_parent()
+    with _user_errors(), children_die_with_this_process():
+        arguments = evaluate_command.cli_arguments(request)
+        with evaluate_command.locked(request.run):
+            cli = _parse("evaluate", arguments)
+            failed = evaluate_command.evaluate_run(cli, request, evaluations)
+        _leave_group(wait=True)
+        return 1 if failed and _tells_its_status(cli.trainer) else 0
 
 
 def _evaluate(command: str, argv: Sequence[str]) -> int:

@@ -32,6 +32,7 @@ DESCRIPTIONS = {
     "validate": "Scores a checkpoint on the validation split.",
     "test": "Scores a checkpoint on the test split.",
     "predict": "Writes predictions.csv for the test split into the run's folder.",
+    "evaluate": "Evaluates the model of a run.",
     "generate": "Lets the language model of a run continue texts.",
 }
 _TITLES = {

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-HERE = Path(__file__).parent
-
-
-@pytest.fixture(autouse=True)
-def _fakes_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(HERE))
+sys.path.insert(0, str(Path(__file__).parent))  # for the modules that tests and configs import from here
 
 
 def _spec(class_path: str, settings: dict[str, Any]) -> dict[str, Any]:
