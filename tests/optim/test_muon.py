@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import pytest
+import timm.optim.muon
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -88,11 +89,14 @@ class Plain:
             self.weights[name] -= rate * mean / (square.sqrt() + 1e-10)
 
 
-def test_thirty_steps_are_those_of_a_plain_rewrite() -> None:
-    """To the noise of Newton-Schulz in bfloat16, of which 30 steps are a walk; what AdamW moves is exact."""
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_thirty_steps_are_those_of_a_plain_rewrite(bfloat16: bool) -> None:
+    """To float32 on a CPU; with bfloat16, as on other devices, to its noise, of which 30 steps are a walk."""
     settings = MuonSettings(momentum_warmup=20)
     model = model_of()
     optimizer, plain = build_muon(model, settings), Plain(model, settings)
+    if bfloat16:
+        optimizer.__class__ = timm.optim.muon.Muon
     start = {name: p.detach().double() for name, p in model.named_parameters()}
     for step in range(30):
         gradients(model, step)
@@ -101,7 +105,8 @@ def test_thirty_steps_are_those_of_a_plain_rewrite() -> None:
         optimizer.step()
     for name, p in model.named_parameters():
         moved, error = (plain.weights[name] - start[name]).norm(), (p.detach() - plain.weights[name]).norm()
-        bound = 3e-2 if name.startswith("blocks") and p.ndim == 2 and "coefficients" not in name else 1e-5
+        muon = name.startswith("blocks") and p.ndim == 2 and "coefficients" not in name
+        bound = 3e-2 if muon and bfloat16 else 1e-4 if muon else 1e-5
         assert moved > 0
         assert error / moved < bound, name
 
