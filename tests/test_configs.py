@@ -181,7 +181,7 @@ def test_the_quickstart_is_three_schedules_by_three_seeds() -> None:
     assert [(run.labels["heads"], run.labels["seed"]) for run in plan.runs] == [
         (heads, seed) for heads in "024" for seed in "012"
     ]
-    assert (plan.baseline, plan.metric) == ("0L", "test/top1")
+    assert (plan.baseline, plan.metrics) == ("0L", ("test/top1",))
 
 
 @pytest.fixture(params=COMPLETE + PRESETS + SWEEPS)

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from lapbench.results.files import plain
-from lapbench.results.metrics import show, split_of
-from lapbench.results.table import Cell, Table
+from lapbench.results.metrics import MetricKind, kind_of, show, split_of
+from lapbench.results.table import Cell, Column, Table
 from lapbench.results.typeset import html, latex
 
 GAP = "   "
@@ -18,7 +18,7 @@ _ASCII = str.maketrans({"±": "+-", "Δ": "D", "–": "-"})
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def score(table: Table, cell: Cell | None) -> str:
+def score(cell: Cell | None, kind: MetricKind) -> str:
     """The text of a cell: "92.00 ± 2.00", "94.60 (2/3 seeds)", "running", "nan in 1/3 seeds", "1 failed, 2 running"."""
     if cell is None:
         return "–"
@@ -29,28 +29,28 @@ def score(table: Table, cell: Cell | None) -> str:
             return f"{state} in {states[state]}/{total} seeds"
     if cell.summary is None:
         return next(iter(states)) if len(states) == 1 else ", ".join(f"{n} {state}" for state, n in states.items())
-    mean = show(cell.summary.mean, table.kind)
+    mean = show(cell.summary.mean, kind)
     if not cell.complete:
         return f"{mean} ({cell.summary.n}/{total} seeds)"
     if cell.summary.std is None:
         return mean
-    return f"{mean} ± {show(cell.summary.std, table.kind, scale=cell.summary.mean)}"
+    return f"{mean} ± {show(cell.summary.std, kind, scale=cell.summary.mean)}"
 
 
-def headers(table: Table) -> list[str]:
-    """The heads of the columns that each column of the table consists of: mean, n, difference."""
-    return [f"mean ± std{table.kind.unit}", *(["n"] if _with_n(table) else []), *(["Δ"] if _with_delta(table) else [])]
+def headers(table: Table, column: Column) -> list[str]:
+    """The heads of the columns that a column of the table consists of: mean, n, difference."""
+    return [f"mean ± std{column.kind.unit}", *(["n"] if _with_n(table) else []), *(["Δ"] if _with_delta(table) else [])]
 
 
-def fields(table: Table, row: str, column: str) -> list[str]:
+def fields(table: Table, row: str, column: Column) -> list[str]:
     """The texts under `headers` for one cell, without marks for best and second."""
-    cell = table.cells.get((row, column))
-    texts = [score(table, cell)]
+    cell = table.cells.get((row, column.name))
+    texts = [score(cell, column.kind)]
     if _with_n(table):
         texts.append(str(cell.summary.n if cell.summary else 0) if cell else "")
     if _with_delta(table):
         if cell and cell.summary and cell.difference is not None:
-            texts.append(show(cell.difference, table.kind, scale=cell.summary.mean, sign=True))
+            texts.append(show(cell.difference, column.kind, scale=cell.summary.mean, sign=True))
         else:
             texts.append("")
     return texts
@@ -76,8 +76,8 @@ def footer(table: Table) -> list[str]:
     return [" ".join([table.caption, *same_n]), *table.notes]
 
 
-def rank_of(table: Table, row: str, column: str) -> int | None:
-    cell = table.cells.get((row, column))
+def rank_of(table: Table, row: str, column: Column) -> int | None:
+    cell = table.cells.get((row, column.name))
     return cell.rank if cell else None
 
 
@@ -89,7 +89,8 @@ def text(table: Table, ansi: bool = False, width: int | None = 120) -> str:
     blocks = [_text_block(table, column, ansi) for column in table.columns]
     rows = ["", "heads", *table.rows]
     margin = max(len(row) for row in rows)
-    lines = [f"{table.title}: {table.metric}{table.kind.unit}" if table.title else f"{table.metric}{table.kind.unit}"]
+    several = len(table.metrics) > 1
+    lines = [_heading(table) if several else ": ".join(filter(None, [table.title, _with_unit(table.metrics[0])]))]
     while blocks:
         taken, used = 0, margin
         while taken < len(blocks) and (taken == 0 or width is None or used + len(GAP) + _width(blocks[taken]) <= width):
@@ -112,14 +113,14 @@ def _width(block: list[str]) -> int:
     return len(block[1])
 
 
-def _text_block(table: Table, column: str, ansi: bool) -> list[str]:
+def _text_block(table: Table, column: Column, ansi: bool) -> list[str]:
     """The lines of one column: its name, the sub-headers, a line for each row, all equally wide as seen."""
     marks = {
         None: ("", "") if ansi else ("  ", "  "),
         1: ("\x1b[1m", "\x1b[0m") if ansi else ("**", "**"),
         2: ("\x1b[4m", "\x1b[0m") if ansi else (" _", "_ "),
     }
-    cells = [headers(table), *(fields(table, row, column) for row in table.rows)]
+    cells = [headers(table, column), *(fields(table, row, column) for row in table.rows)]
     ranks = [None, *(rank_of(table, row, column) for row in table.rows)]
     widths = [max(len(cell[i]) for cell in cells) for i in range(len(cells[0]))]
     lines = []
@@ -128,15 +129,15 @@ def _text_block(table: Table, column: str, ansi: bool) -> list[str]:
         padding = " " * (widths[0] - len(cell[0]))
         rest = [part.rjust(size) for part, size in zip(cell[1:], widths[1:], strict=True)]
         lines.append("  ".join([padding + before + cell[0] + after, *rest]))
-    seen = max(len(column), *(len(_ESCAPES.sub("", line)) for line in lines))
-    return [column.center(seen), *(" " * (seen - len(_ESCAPES.sub("", line))) + line for line in lines)]
+    seen = max(len(column.name), *(len(_ESCAPES.sub("", line)) for line in lines))
+    return [column.name.center(seen), *(" " * (seen - len(_ESCAPES.sub("", line))) + line for line in lines)]
 
 
 def markdown(table: Table) -> str:
     """A GitHub table; best in bold, second underlined."""
-    names = headers(table)
     several = len(table.columns) > 1
-    head = ["heads", *(f"{column}: {name}" if several else name for column in table.columns for name in names)]
+    heads = [(column.name, name) for column in table.columns for name in headers(table, column)]
+    head = ["heads", *(f"{column}: {name}" if several else name for column, name in heads)]
     lines = [f"**{_escape_markdown(_heading(table))}**", "", _markdown_row(head)]
     lines.append("|" + "|".join([":---", *("---:" for _ in head[1:])]) + "|")
     for row in table.rows:
@@ -152,9 +153,15 @@ def markdown(table: Table) -> str:
 
 
 def _heading(table: Table) -> str:
+    """Title, data set if there is one, metric if there is one: what the columns' names do not say."""
     names = [table.title] if table.title else []
-    names += table.columns if len(table.columns) == 1 and table.columns[0] != table.title else []
-    return ", ".join([*names, table.metric + table.kind.unit])
+    names += table.data if len(table.data) == 1 and table.data[0] != table.title else []
+    metrics = [_with_unit(metric) for metric in table.metrics]
+    return ", ".join([*names, *metrics] if len(metrics) == 1 else names or metrics)
+
+
+def _with_unit(metric: str) -> str:
+    return metric + kind_of(metric).unit
 
 
 def _markdown_row(parts: list[str]) -> str:
@@ -166,7 +173,7 @@ def _escape_markdown(value: str) -> str:
 
 
 def as_csv(table: Table) -> str:
-    """Long form: a line for each run, the value as recorded (accuracies as fractions) in full precision."""
+    """Long form: a line for each run and metric, the value as recorded (accuracies as fractions) in full precision."""
     axes = list(dict.fromkeys(axis for c in table.cells.values() for e in c.entries for axis in e.run.labels))
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
@@ -177,23 +184,32 @@ def as_csv(table: Table) -> str:
             record = entry.run.record
             known = [record.data, record.checkpoint, record.error] if record else [None, None, None]
             value = "" if entry.value is None else repr(entry.value)
-            where = [row, column, known[0], entry.run.seed, entry.state, table.metric, value]
+            where = [row, column.data, known[0], entry.run.seed, entry.state, column.metric, value]
             labels = [entry.run.labels.get(axis, "") for axis in axes]
             writer.writerow([*where, known[1], entry.run.folder, known[2], *labels])
     return stream.getvalue()
 
 
-def _in_order(table: Table) -> list[tuple[str, str, Cell]]:
+def _in_order(table: Table) -> list[tuple[str, Column, Cell]]:
     places = [(row, column) for row in table.rows for column in table.columns]
-    return [(*place, table.cells[place]) for place in places if place in table.cells]
+    return [(row, column, table.cells[row, column.name]) for row, column in places if (row, column.name) in table.cells]
 
 
 def as_json(table: Table) -> str:
-    """Everything in the table, values as recorded (accuracies as fractions) in full precision."""
+    """Everything in the table, values as recorded (accuracies as fractions) in full precision.
+
+    Of several metrics there is a list instead of one, and each cell names its own.
+    """
+    several = len(table.metrics) > 1
+    metrics = [
+        {"metric": metric, "split": split_of(metric), "higher_is_better": kind_of(metric).higher_is_better}
+        for metric in table.metrics
+    ]
     cells = [
         {
             "schedule": row,
-            "column": column,
+            "column": column.data,
+            **({"metric": column.metric} if several else {}),
             "complete": cell.complete,
             "n": cell.summary.n if cell.summary else 0,
             "planned": len(cell.entries),
@@ -217,13 +233,11 @@ def as_json(table: Table) -> str:
     ]
     value = {
         "title": table.title,
-        "metric": table.metric,
-        "split": split_of(table.metric),
+        **({"metrics": metrics} if several else metrics[0]),
         "statistic": "mean and standard deviation (ddof 1) over seeds",
-        "higher_is_better": table.kind.higher_is_better,
         "baseline": table.baseline,
         "schedules": table.rows,
-        "columns": table.columns,
+        "columns": table.data,
         "cells": cells,
         "caption": table.caption,
         "notes": table.notes,
@@ -233,13 +247,16 @@ def as_json(table: Table) -> str:
 
 def as_latex(table: Table) -> str:
     """A booktabs table."""
-    marked = _marked(table)
-    return latex(_heading(table), table.columns, headers(table), marked, footer(table))
+    return latex(_heading(table), _heads(table), _marked(table), footer(table))
 
 
 def as_html(table: Table) -> str:
     """A page that needs nothing else."""
-    return html(_heading(table), table.columns, headers(table), _marked(table), footer(table))
+    return html(_heading(table), _heads(table), _marked(table), footer(table))
+
+
+def _heads(table: Table) -> list[tuple[str, list[str]]]:
+    return [(column.name, headers(table, column)) for column in table.columns]
 
 
 def _marked(table: Table) -> list[tuple[str, list[tuple[list[str], int | None, bool]]]]:
@@ -248,7 +265,7 @@ def _marked(table: Table) -> list[tuple[str, list[tuple[list[str], int | None, b
     for row in table.rows:
         cells = []
         for column in table.columns:
-            cell = table.cells.get((row, column))
+            cell = table.cells.get((row, column.name))
             cells.append((fields(table, row, column), rank_of(table, row, column), cell is None or cell.complete))
         rows.append((row, cells))
     return rows

@@ -42,7 +42,7 @@ class PlannedRun:
 @dataclass(frozen=True)
 class Plan:
     """All runs of a sweep. ``axes`` gives each axis its role: its values are the head schedules (the rows of a table),
-    the seeds (which a cell averages over), or they make columns. ``baseline`` and ``metric`` are the table's defaults.
+    the seeds (which a cell averages over), or they make columns. ``baseline`` and ``metrics`` are the table's defaults.
     ``retired`` are runs that an earlier version of the sweep made and that are no longer part of it.
     """
 
@@ -50,7 +50,7 @@ class Plan:
     axes: dict[str, str]
     runs: tuple[PlannedRun, ...]
     baseline: str | None = None
-    metric: str | None = None
+    metrics: tuple[str, ...] = ()
     retired: tuple[PlannedRun, ...] = ()
 
     @property
@@ -67,7 +67,7 @@ def write_plan(folder: Path, plan: Plan) -> None:
     values = {
         "name": plan.name,
         "baseline": plan.baseline,
-        "metric": plan.metric,
+        "metric": list(plan.metrics) if len(plan.metrics) > 1 else next(iter(plan.metrics), None),
         "axes": plan.axes,
         "runs": [_as_dict(run) for run in plan.runs],
         "retired": [_as_dict(run) for run in plan.retired],
@@ -87,7 +87,7 @@ def read_plan(folder: Path) -> Plan:
             axes={_text(axis): _text(role) for axis, role in values["axes"].items()},
             runs=tuple(_run(value) for value in values["runs"]),
             baseline=None if values["baseline"] is None else _text(values["baseline"]),
-            metric=None if values["metric"] is None else _text(values["metric"]),
+            metrics=_metrics(values["metric"]),
             retired=tuple(_run(value) for value in values["retired"]),
         )
     except (KeyError, TypeError, AttributeError) as error:
@@ -121,6 +121,13 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"expected a string, got {value!r}")
     return value
+
+
+def _metrics(value: Any) -> tuple[str, ...]:
+    """One is a string, several are a list."""
+    if value is None:
+        return ()
+    return tuple(_text(name) for name in value) if isinstance(value, list) else (_text(value),)
 
 
 def _run(value: dict[str, Any]) -> PlannedRun:

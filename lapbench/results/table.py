@@ -1,4 +1,4 @@
-"""Leaderboards: ``lapbench table`` and `leaderboard`. A row for each head schedule, a column for each data set."""
+"""Leaderboards: ``lapbench table`` and `leaderboard`. A row for each schedule, a column for each data set or metric."""
 
 import math
 import shutil
@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lapbench.errors import ArgumentParser, UserError
+from lapbench.results.caption import caption
 from lapbench.results.cells import Cells, Run, collect
 from lapbench.results.files import write_atomically
-from lapbench.results.metrics import DEFAULTS, SPLITS, MetricKind, kind_of, show, split_of
+from lapbench.results.metrics import DEFAULTS, MetricKind, choose_metrics, kind_of, show
 from lapbench.results.plan import FILE_NAME as PLAN_FILE
 from lapbench.results.plan import Plan, read_plan
 from lapbench.results.record import FILE_NAME as RECORD_FILE
@@ -51,18 +52,40 @@ class Cell:
 
 
 @dataclass(frozen=True)
+class Column:
+    """One metric on one data set. ``name`` is its heading, ``data`` the data set and values of other swept axes."""
+
+    name: str
+    data: str
+    metric: str
+
+    @property
+    def kind(self) -> MetricKind:
+        return kind_of(self.metric)
+
+
+@dataclass(frozen=True)
 class Table:
-    """A leaderboard, ready for any of the formats in `lapbench.results.formats`. Values are as recorded (fractions)."""
+    """A leaderboard, ready for any of the formats in `lapbench.results.formats`. Values are as recorded (fractions).
+
+    ``cells`` are by the row and the column's name.
+    """
 
     title: str
-    metric: str
-    kind: MetricKind
     baseline: str | None
     rows: tuple[str, ...]
-    columns: tuple[str, ...]
+    columns: tuple[Column, ...]
     cells: dict[tuple[str, str], Cell]
     caption: str
     notes: tuple[str, ...]
+
+    @property
+    def metrics(self) -> list[str]:
+        return list(dict.fromkeys(column.metric for column in self.columns))
+
+    @property
+    def data(self) -> list[str]:
+        return list(dict.fromkeys(column.data for column in self.columns))
 
     @property
     def is_complete(self) -> bool:
@@ -72,21 +95,23 @@ class Table:
 def leaderboard(
     records: Sequence[Record],
     baseline: str | None = None,
-    metric: str | None = None,
+    metric: str | Sequence[str] | None = None,
     plans: Mapping[Path, Plan] | None = None,
     stage: str | None = None,
 ) -> Table:
-    """Arrange ``records`` into a table of one metric.
+    """Arrange ``records`` into a table of one metric, or of several side by side.
 
     Args:
         records: from `load_records`.
         baseline: row that the others are compared with; by default the sweep's, else "0L" if there is such a row.
-        metric: by default the sweep's, else the first of `lapbench.results.metrics.DEFAULTS` that a record has.
+        metric: one or several; by default the sweep's, else the first of `lapbench.results.metrics.DEFAULTS` that a
+            record has.
         plans: the sweeps by folder; by default those whose folder holds the records' folders.
         stage: of a sweep with stages, the one to show; by default the last.
 
     Raises:
-        UserError: nothing to show, two runs of one cell and seed, unknown baseline, metric or stage.
+        UserError: nothing to show, two runs of one cell and seed, unknown baseline, metric or stage, a metric
+            twice.
     """
     if plans is None:
         parents = dict.fromkeys(parent for record in records if record.folder for parent in record.folder.parents[:2])
@@ -95,42 +120,43 @@ def leaderboard(
     if not placed.rows:
         raise UserError("no runs to make a table of")
     only_plan = next(iter(plans.values())) if len(plans) == 1 else None
-    metric = _choose_metric(metric, _planned_metric(only_plan, placed) if only_plan else None, placed.records)
+    wanted = [metric] if isinstance(metric, str) else metric or []
+    metrics = choose_metrics(wanted, _planned_metrics(only_plan, placed) if only_plan else [], placed.records)
     baseline = _choose_baseline(baseline or (only_plan.baseline if only_plan else None), placed)
-    kind = kind_of(metric)
-    cells = {place: _cell(runs, metric) for place, runs in placed.runs.items()}
-    for column in placed.columns:
-        _rank(cells, column, kind)
+    columns = _columns(placed.columns, metrics)
+    cells = {
+        (row, column.name): _cell(runs, column.metric)
+        for (row, data), runs in placed.runs.items()
+        for column in columns
+        if column.data == data
+    }
+    for column in columns:
+        _rank(cells, column)
         _compare(cells, column, baseline)
+    compared = any(cell.difference is not None for cell in cells.values())
     return Table(
         title=only_plan.name if only_plan else "",
-        metric=metric,
-        kind=kind,
         baseline=baseline,
         rows=tuple(placed.rows),
-        columns=tuple(placed.columns),
+        columns=columns,
         cells=cells,
-        caption=_caption(metric, kind, baseline, cells, placed.stages),
-        notes=_notes(cells, placed),
+        caption=caption(metrics, _scored(cells), placed.stages, baseline if compared else None),
+        notes=_notes(cells, columns, placed),
     )
 
 
-def _planned_metric(plan: Plan, placed: Cells) -> str | None:
-    """The sweep's metric is one of its last stage; another stage is shown by it only if it has it too."""
+def _planned_metrics(plan: Plan, placed: Cells) -> list[str]:
+    """The sweep's metrics are those of its last stage; another stage is shown by the ones that it has too."""
     last = placed.stages == [*plan.stages[-1:]]
-    return plan.metric if last or any(plan.metric in record.metrics for record in placed.records) else None
+    return [metric for metric in plan.metrics if last or any(metric in record.metrics for record in placed.records)]
 
 
-def _choose_metric(wanted: str | None, planned: str | None, records: Sequence[Record]) -> str:
-    known = sorted({metric for record in records for metric in record.metrics})
-    if planned and not any(record.status == "finished" for record in records):
-        known = sorted({*known, planned})  # its turn comes at the end of a run
-    name = wanted or planned or next((metric for metric in DEFAULTS if metric in known), None)
-    if name in known:
-        return name
-    if not known:
-        return name or DEFAULTS[0]  # nothing was measured yet: the table shows what runs and what is missing
-    raise UserError(f"no record has the metric {name or ' or '.join(DEFAULTS)}; there are {', '.join(known)}")
+def _columns(data: Sequence[str], metrics: Sequence[str]) -> tuple[Column, ...]:
+    """Headed by what tells them apart: data, metric or both."""
+    if len(metrics) == 1:
+        return tuple(Column(name, name, metrics[0]) for name in data)
+    several = len(data) > 1
+    return tuple(Column(f"{d}: {metric}" if several else metric, d, metric) for d in data for metric in metrics)
 
 
 def _choose_baseline(name: str | None, placed: Cells) -> str | None:
@@ -156,12 +182,13 @@ def _entry(run: Run, metric: str) -> Entry:
     return Entry(run, value, "done" if math.isfinite(value) else str(value))
 
 
-def _rank(cells: dict[tuple[str, str], Cell], column: str, kind: MetricKind) -> None:
+def _rank(cells: dict[tuple[str, str], Cell], column: Column) -> None:
     """Mark the best and the second of a column, by the mean as printed: equal numbers must not look different."""
+    kind = column.kind
     means = {
         place: float(show(cell.summary.mean, kind))
         for place, cell in cells.items()
-        if place[1] == column and cell.complete and cell.summary
+        if place[1] == column.name and cell.complete and cell.summary
     }
     if kind.higher_is_better is None or len(means) < 2:
         return
@@ -171,56 +198,45 @@ def _rank(cells: dict[tuple[str, str], Cell], column: str, kind: MetricKind) -> 
             cells[place] = replace(cells[place], rank=rank)
 
 
-def _compare(cells: dict[tuple[str, str], Cell], column: str, baseline: str | None) -> None:
-    reference = cells.get((baseline, column)) if baseline else None
+def _compare(cells: dict[tuple[str, str], Cell], column: Column, baseline: str | None) -> None:
+    reference = cells.get((baseline, column.name)) if baseline else None
     if reference is None or not reference.complete or reference.summary is None:
         return
     for (row, where), cell in cells.items():
-        if where == column and row != baseline and cell.complete and cell.summary:
+        if where == column.name and row != baseline and cell.complete and cell.summary:
             cells[row, where] = replace(cell, difference=cell.summary.mean - reference.summary.mean)
 
 
-def _caption(
-    metric: str, kind: MetricKind, baseline: str | None, cells: Mapping[tuple[str, str], Cell], stages: Sequence[str]
-) -> str:
-    """One line: metric, split, stage, statistic, and which checkpoint was scored."""
+def _scored(cells: Mapping[tuple[str, str], Cell]) -> list[Record]:
+    """The records that have a value in the table, each once."""
     records = [e.run.record for cell in cells.values() for e in cell.entries if e.state == "done" and e.run.record]
-    data = {record.data for record in records}
-    checkpoints = Counter(record.checkpoint or "not recorded" for record in records)
-    split = split_of(metric)
-    parts = [f"{metric}: {kind.title}{' in %' if kind.percent else ''}"]
-    parts[0] += f" on the {split} split" if split in SPLITS else ""
-    parts[0] += f" of {next(iter(data))}" if len(data) == 1 else ""
-    parts[0] += f", by evaluation {split}" if split and split not in SPLITS else ""
-    parts[0] += f", after stage {' or '.join(stages)}" if stages else ""
-    if kind.higher_is_better is None:
-        parts.append("not ranked, as it is not known which direction is better")
-    else:
-        parts.append(f"{'higher' if kind.higher_is_better else 'lower'} is better")
-    parts.append("mean ± standard deviation (ddof 1) over n seeds")
-    if len(checkpoints) == 1:
-        parts.append(f"checkpoint scored: {next(iter(checkpoints))}")
-    elif checkpoints:
-        counts = (f"{name} ({n} of {len(records)} runs)" for name, n in checkpoints.items())
-        parts.append(f"checkpoints scored: {', '.join(counts)}")
-    if any(cell.difference is not None for cell in cells.values()):
-        parts.append(f"Δ: difference to {baseline}{' in points' if kind.percent else ''}, before rounding")
-    return "; ".join(parts) + "."
+    return list({id(record): record for record in records}.values())
 
 
-def _notes(cells: Mapping[tuple[str, str], Cell], placed: Cells) -> tuple[str, ...]:
+def _notes(cells: Mapping[tuple[str, str], Cell], columns: Sequence[Column], placed: Cells) -> tuple[str, ...]:
     """What a reader must know about runs that are not, or not fully, in the table."""
-    entries = [entry for cell in cells.values() for entry in cell.entries]
-    incomplete = [entry for entry in entries if entry.state != "done"]
+    metric_of = {column.name: column.metric for column in columns}
+    found: dict[tuple[int, str], tuple[str, Run, list[str]]] = {}  # a run counts once, in however many columns it is
+    for (_, name), cell in cells.items():
+        for entry in cell.entries:
+            _, _, metrics = found.setdefault((id(entry.run), entry.state), (entry.state, entry.run, []))
+            metrics.append(metric_of[name])
+    incomplete = [each for each in found.values() if each[0] != "done"]
     notes = []
     if incomplete:
-        counts = ", ".join(f"{n} {state}" for state, n in Counter(entry.state for entry in incomplete).items())
-        notes.append(f"Incomplete: of {len(entries)} runs {counts}. Cells with such runs are not ranked or compared.")
-    obstacles = [entry.run.waits_for for entry in incomplete if entry.run.waits_for]
+        total = len({run for run, _ in found})
+        counts = ", ".join(f"{n} {state}" for state, n in Counter(state for state, _, _ in incomplete).items())
+        notes.append(f"Incomplete: of {total} runs {counts}. Cells with such runs are not ranked or compared.")
+    obstacles = [run.waits_for for _, run, _ in incomplete if run.waits_for]
     if obstacles:
         counts = ", ".join(f"{n} {state}" for state, n in Counter(run.status for run in obstacles).items())
         notes.append(f"Waiting for an earlier stage: {len(obstacles)} ({counts}).")
-    named = [(entry.state, entry.run) for entry in incomplete] + [(run.status, run) for run in obstacles]
+    several = len({*metric_of.values()}) > 1
+    named = [
+        (f"{state} ({', '.join(metrics)})" if several and run.status == "finished" else state, run)
+        for state, run, metrics in incomplete
+    ]
+    named += [(run.status, run) for run in obstacles]
     named = [(state, run) for state, run in named if state not in ("not started", "running")]
     for state, run in named[:MOST_NAMED]:
         error = run.record.error if run.record else None
@@ -239,7 +255,7 @@ def main(argv: Sequence[str]) -> int:
     parser = ArgumentParser(
         prog="lapbench table",
         description="Print the leaderboard of all runs in a folder: a row for each head schedule, a column for each "
-        "data set (and other swept axis), mean and standard deviation over seeds.",
+        "data set (and other swept axis) and metric, mean and standard deviation over seeds.",
     )
     parser.add_argument("directory", metavar="DIR", type=Path, help="folder of a sweep, or any folder that holds runs")
     parser.add_argument(
@@ -250,8 +266,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--metric",
         metavar="NAME",
-        help="metric to show, as the records name it (default: the sweep's metric, else the first that there is of "
-        f"{', '.join(DEFAULTS)})",
+        action="append",
+        help="metric to show, as the records name it; give it again for each further one (default: the sweep's, else "
+        f"the first that there is of {', '.join(DEFAULTS)})",
     )
     parser.add_argument("--stage", metavar="NAME", help="stage to show, of a sweep with stages (default: the last)")
     parser.add_argument(

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 Rows = Sequence[tuple[str, Sequence[tuple[Sequence[str], int | None, bool]]]]
 """For each row its name, and for each column its texts, its rank (1, 2, None), and whether it is complete."""
 
+Heads = Sequence[tuple[str, Sequence[str]]]
+"""For each column its name, and the heads of its texts."""
+
 PAGE_COLUMNS = 3
 """Columns of a leaderboard, each with mean, n and difference, that fit beside each other on a printed page."""
 
@@ -37,7 +40,7 @@ def escape_latex(value: str) -> str:
     return " ".join(value.split()).translate(_LATEX)
 
 
-def latex(title: str, columns: Sequence[str], headers: Sequence[str], rows: Rows, footer: Sequence[str]) -> str:
+def latex(title: str, columns: Heads, rows: Rows, footer: Sequence[str]) -> str:
     """A ``table`` environment; the document needs ``\\usepackage[T1]{fontenc}`` and ``\\usepackage{booktabs}``.
 
     A page is `PAGE_COLUMNS` columns wide: the others go into further tabulars below.
@@ -53,21 +56,21 @@ def latex(title: str, columns: Sequence[str], headers: Sequence[str], rows: Rows
     for start in range(0, len(columns), PAGE_COLUMNS):
         part = slice(start, start + PAGE_COLUMNS)
         lines += ["  \\par\\medskip"] if start else []
-        lines += _tabular(columns[part], headers, [(name, cells[part]) for name, cells in rows])
+        lines += _tabular(columns[part], [(name, cells[part]) for name, cells in rows])
     lines += [f"  \\par\\smallskip{{\\footnotesize {escape_latex(note)}}}" for note in notes]
     return "\n".join([*lines, "\\end{table}"]) + "\n"
 
 
-def _tabular(columns: Sequence[str], headers: Sequence[str], rows: Rows) -> list[str]:
-    span = len(headers)
-    groups = " & ".join(f"\\multicolumn{{{span}}}{{c}}{{{escape_latex(column)}}}" for column in columns)
+def _tabular(columns: Heads, rows: Rows) -> list[str]:
+    span = len(columns[0][1])
+    groups = " & ".join(f"\\multicolumn{{{span}}}{{c}}{{{escape_latex(column)}}}" for column, _ in columns)
     rules = " ".join(f"\\cmidrule(lr){{{2 + i * span}-{1 + (i + 1) * span}}}" for i in range(len(columns)))
     lines = [
         f"  \\begin{{tabular}}{{l{'r' * span * len(columns)}}}",
         "    \\toprule",
         f"    & {groups} \\\\",
         f"    {rules}",
-        "    heads & " + " & ".join(escape_latex(name) for _ in columns for name in headers) + " \\\\",
+        "    heads & " + " & ".join(escape_latex(name) for _, names in columns for name in names) + " \\\\",
         "    \\midrule",
     ]
     for name, cells in rows:
@@ -102,12 +105,11 @@ footer { font-size: .9rem; }
 """.strip()
 
 
-def html(title: str, columns: Sequence[str], headers: Sequence[str], rows: Rows, footer: Sequence[str]) -> str:
+def html(title: str, columns: Heads, rows: Rows, footer: Sequence[str]) -> str:
     """A self-contained page without scripts."""
     esc = escaping.escape
-    span = len(headers)
-    groups = "".join(f'<th scope="colgroup" colspan="{span}">{esc(column)}</th>' for column in columns)
-    names = "".join(f'<th scope="col">{esc(name)}</th>' for _ in columns for name in headers)
+    groups = "".join(f'<th scope="colgroup" colspan="{len(names)}">{esc(column)}</th>' for column, names in columns)
+    heads = "".join(f'<th scope="col">{esc(name)}</th>' for _, names in columns for name in names)
     body = []
     for name, cells in rows:
         parts = [f'<th scope="row">{esc(name)}</th>']
@@ -137,7 +139,7 @@ def html(title: str, columns: Sequence[str], headers: Sequence[str], rows: Rows,
 <table>
 <thead>
 <tr><th rowspan="2" scope="col">heads</th>{groups}</tr>
-<tr>{names}</tr>
+<tr>{heads}</tr>
 </thead>
 <tbody>
 {table_body}

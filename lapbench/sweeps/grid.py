@@ -17,7 +17,7 @@ A sweep file is YAML::
           imagenet: {config: [supervised/imagenet, supervised/presets/deit3], trainer.max_epochs: 300}
     overrides: {trainer.max_epochs: 60}  # keys that are set for every run
     baseline: 0L                         # schedule that the table compares with
-    metric: test/top1                    # metric that the table shows
+    metric: test/top1                    # metric that the table shows, or a list of several
 
 With ``stages``, each cell of the grid is a chain of runs instead of one::
 
@@ -37,7 +37,6 @@ that of ``seed_everything`` is averaged over, and any other makes columns.
 
 import difflib
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +77,8 @@ def load_sweep(path_or_name: str | Path) -> Sweep:
         axes=_axes(values.get("axes"), f"{path}: key 'axes'"),
         stages=_stages(values["stages"], f"{path}: key 'stages'") if "stages" in values else {},
         overrides=overrides,
-        baseline=_optional_text(values, "baseline", path),
-        metric=_optional_text(values, "metric", path),
+        baseline=_baseline(values.get("baseline"), f"{path}: key 'baseline'"),
+        metrics=_metrics(values.get("metric"), f"{path}: key 'metric'"),
     )
     _refuse_conflicts(sweep)
     check_references(sweep)
@@ -167,11 +166,20 @@ def _keys(value: Any, where: str) -> dict[str, Any]:
     return dict(value)
 
 
-def _optional_text(values: Mapping[str, Any], key: str, path: Path) -> str | None:
-    value = values.get(key)
+def _baseline(value: Any, where: str) -> str | None:
     if value is not None and not (isinstance(value, str) and value):
-        raise UserError(f"{path}: key {key!r}: expected a name, got {value!r}")
+        raise UserError(f"{where}: expected a name, got {value!r}")
     return value
+
+
+def _metrics(value: Any, where: str) -> tuple[str, ...]:
+    names = value if isinstance(value, list) else [] if value is None else [value]
+    if value == [] or not all(isinstance(name, str) and name for name in names):
+        raise UserError(f"{where}: expected a name or a list of names, got {_shorten(value)}")
+    if len({*names}) < len(names):
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"{where}: expected each metric once, got {repeated} twice")
+    return tuple(names)
 
 
 def _refuse_conflicts(sweep: Sweep) -> None:

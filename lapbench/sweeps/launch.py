@@ -89,8 +89,9 @@ def launch(plan: Plan, out: Path, jobs: int = 1, command: Sequence[str] = FIT) -
         emit(f"{plan.name}: {_size(plan)} in {out}{f', {done} of them already finished' if done else ''}\n")
         outcome = Outcome()
         if todo:
-            display = open_display(len(plan.runs), plan.metric)
-            outcome = Runner(out, todo, command, jobs, display, done, plan.metric).run()
+            metric = next(iter(plan.metrics), None)
+            display = open_display(len(plan.runs), metric)
+            outcome = Runner(out, todo, command, jobs, display, done, metric).run()
         if outcome.signal:
             emit(_stopped(outcome, len(plan.runs)))
             return 128 + outcome.signal

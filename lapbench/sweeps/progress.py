@@ -104,7 +104,7 @@ class Live:
 
 
 def open_display(total: int, metric: str | None) -> Display:
-    """The display for this process's stdout; ``metric`` is the sweep's."""
+    """The display for this process's stdout; ``metric`` is the sweep's first."""
     return Live(total, metric) if sys.stdout.isatty() else Lines(total, metric)
 
 

@@ -44,7 +44,7 @@ class Sweep:
     axes: tuple[Axis, ...]
     overrides: dict[str, Any]
     baseline: str | None
-    metric: str | None
+    metrics: tuple[str, ...]
     stages: dict[str, Setting] = field(default_factory=dict)
 
     def plan(self) -> Plan:
@@ -63,7 +63,7 @@ class Sweep:
                 if other is not run:
                     raise UserError(f"{self.source}: {other.labels} and {labels} would share the folder {run.folder}")
         axes = {axis.name: axis.role for axis in self.axes}
-        return Plan(self.name, axes, tuple(runs.values()), self.baseline, self.metric)
+        return Plan(self.name, axes, tuple(runs.values()), self.baseline, self.metrics)
 
     def _chain(self, labels: dict[str, str], digests: dict[str, str]) -> list[PlannedRun]:
         """The runs of one cell: its stages, or the one run of a sweep without stages."""

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for stage, settings in configs.items():
         (folder / f"{stage}.yaml").write_text(yaml.safe_dump(settings))
     stages: dict[str, dict[str, str]] = {stage: {"config": str(folder / f"{stage}.yaml")} for stage in STAGES}
-    for before, stage in zip(STAGES, STAGES[1:], strict=False):
+    for before, stage in pairwise(STAGES):
         stages[stage]["model.init_args.init_from"] = f"{{{before}}}"
     axes = {
         "heads": {"key": "model.init_args.backbone.heads", "values": [1]},

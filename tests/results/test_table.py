@@ -29,7 +29,7 @@ def column(schedule: str, *values: float, data: str = "Digits") -> list[Record]:
 
 
 def scores(table: Table, of: str) -> dict[str, str]:
-    return {row: score(table, table.cells.get((row, of))) for row in table.rows}
+    return {row: score(table.cells.get((row, of)), table.columns[0].kind) for row in table.rows}
 
 
 def test_90_92_94_is_92_plus_minus_2() -> None:
@@ -49,7 +49,7 @@ def test_rows_are_in_natural_order_and_columns_are_data_sets() -> None:
     )
     table = leaderboard(records)
     assert table.rows == ("0-12L", "0L", "2L", "10L")
-    assert table.columns == ("CIFAR10", "Digits")
+    assert table.data == ["CIFAR10", "Digits"]
     assert scores(table, "CIFAR10") == {"0-12L": "–", "0L": "–", "2L": "80.00", "10L": "–"}
 
 
@@ -136,7 +136,7 @@ def test_an_incomplete_cell_is_shown_as_such_and_never_best(third: Record, text:
     others = column("0L", 0.9, 0.9, 0.9) + column("1L", 0.8, 0.8, 0.8)
     table = leaderboard([*others, *column("2L", 0.99, 1.0), third])
     cell = table.cells["2L", "Digits"]
-    assert score(table, cell) == text
+    assert score(cell, table.columns[0].kind) == text
     assert (cell.rank, cell.difference, cell.complete) == (None, None, False)
     assert [table.cells[row, "Digits"].rank for row in ("0L", "1L")] == [1, 2]
     assert table.notes[0].startswith(f"Incomplete: of 9 runs 1 {state}.")
@@ -147,23 +147,25 @@ def test_an_incomplete_cell_is_shown_as_such_and_never_best(third: Record, text:
 def test_a_cell_without_any_score() -> None:
     running = [record("0L", seed, None, status="running") for seed in (0, 1)]
     table = leaderboard([*running, *column("2L", 0.9)])
-    assert score(table, table.cells["0L", "Digits"]) == "running"
+    assert score(table.cells["0L", "Digits"], table.columns[0].kind) == "running"
     table = leaderboard([*running, record("0L", 2, None, status="failed"), *column("2L", 0.9)])
-    assert score(table, table.cells["0L", "Digits"]) == "2 running, 1 failed"
+    assert score(table.cells["0L", "Digits"], table.columns[0].kind) == "2 running, 1 failed"
     assert table.cells["2L", "Digits"].difference is None  # the baseline is incomplete
 
 
 def test_the_metric_is_chosen_by_what_there_is() -> None:
     both = replace(BASE, metrics={"val/top1": 0.5, "test/top1": 0.6})
-    assert leaderboard([both]).metric == "test/top1"
-    assert leaderboard([replace(BASE, metrics={"val/top1": 0.5})]).metric == "val/top1"
-    assert leaderboard([both], metric="val/top1").metric == "val/top1"
+    assert leaderboard([both]).metrics == ["test/top1"]
+    assert leaderboard([replace(BASE, metrics={"val/top1": 0.5})]).metrics == ["val/top1"]
+    assert leaderboard([both], metric="val/top1").metrics == ["val/top1"]
     with pytest.raises(
         UserError, match=r"no record has the metric test/top1 or .* or val/bits_per_byte; there are val/loss"
     ):
         leaderboard([replace(BASE, metrics={"val/loss": 0.5})])
-    with pytest.raises(UserError, match=r"no record has the metric test/top9; there are test/top1, val/top1"):
+    with pytest.raises(UserError, match=r"no record has the metric test/top9: did you mean test/top1\?"):
         leaderboard([both], metric="test/top9")
+    with pytest.raises(UserError, match=r"no record has the metric speed; there are test/top1, val/top1"):
+        leaderboard([both], metric="speed")
 
 
 def test_the_caption_says_what_the_numbers_are() -> None:
@@ -190,7 +192,7 @@ def test_the_same_seed_twice_names_both_folders() -> None:
 
 def test_different_backbones_are_different_columns() -> None:
     table = leaderboard([record("0L", 0, 0.9), replace(record("0L", 0, 0.8), backbone="big", folder=Path("b"))])
-    assert table.columns == ("Digits, big", "Digits, vit")
+    assert table.data == ["Digits, big", "Digits, vit"]
 
 
 # ---- with a sweep's plan ----
@@ -198,7 +200,7 @@ def test_different_backbones_are_different_columns() -> None:
 
 def make_sweep(folder: Path, written: dict[str, Record], axes: dict[str, str], labels: list[dict[str, str]]) -> None:
     runs = [PlannedRun("_".join(f"{a}-{v}" for a, v in each.items()), each, (), {}) for each in labels]
-    write_plan(folder, Plan("demo", axes, tuple(runs), metric="test/top1"))
+    write_plan(folder, Plan("demo", axes, tuple(runs), metrics=("test/top1",)))
     for name, each in written.items():
         write_record(folder / name, each)
 
@@ -225,9 +227,9 @@ def test_other_axes_make_columns_in_the_order_of_the_plan(tmp_path: Path) -> Non
     written = {"data-cifar10_heads-0_drop-path-0.1": record("0L", 7, 0.9, data="CIFAR10")}
     make_sweep(tmp_path, written, {"data": "column", "heads": "schedule", "drop-path": "column"}, labels)
     table = leaderboard(load_records(tmp_path))
-    assert table.columns == tuple(f"{d}, drop-path {p}" for d in ("imagenet", "cifar10") for p in ("0.4", "0.1"))
+    assert table.data == [f"{d}, drop-path {p}" for d in ("imagenet", "cifar10") for p in ("0.4", "0.1")]
     assert table.rows == ("0L",)
-    assert score(table, table.cells["0L", "cifar10, drop-path 0.1"]) == "90.00"
+    assert score(table.cells["0L", "cifar10, drop-path 0.1"], table.columns[0].kind) == "90.00"
 
 
 def test_two_sweeps_in_one_directory_are_kept_apart(tmp_path: Path) -> None:
@@ -235,7 +237,7 @@ def test_two_sweeps_in_one_directory_are_kept_apart(tmp_path: Path) -> None:
         written = {"heads-0": record("0L", 0, value)}
         make_sweep(tmp_path / name, written, {"heads": "schedule"}, [{"heads": "0"}, {"heads": "1"}])
     table = leaderboard(*_directory(tmp_path))
-    assert table.columns == ("a: Digits", "b: Digits")
+    assert table.data == ["a: Digits", "b: Digits"]
     assert scores(table, "b: Digits") == {"0L": "80.00", "1L": "not started"}
 
 
@@ -250,13 +252,13 @@ def test_a_sweep_that_has_just_begun(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "of 2 runs 1 running, 1 no record" in capsys.readouterr().out
 
 
-def make_chains(folder: Path, written: dict[str, Record], metric: str = "test/top1") -> None:
+def make_chains(folder: Path, written: dict[str, Record], *metrics: str) -> None:
     """Two schedules, each pre-trained, then fine-tuned."""
     runs = []
     for heads in ("0", "2"):
         first = PlannedRun(f"heads-{heads}/pre", {"heads": heads}, (), {}, "pre")
         runs += [first, replace(first, folder=f"heads-{heads}/sft", stage="sft", earlier={"pre": first.folder})]
-    write_plan(folder, Plan("chains", {"heads": "schedule"}, tuple(runs), metric=metric))
+    write_plan(folder, Plan("chains", {"heads": "schedule"}, tuple(runs), metrics=metrics or ("test/top1",)))
     for name, each in written.items():
         write_record(folder / name, each)
 
@@ -279,7 +281,7 @@ def test_what_a_missing_last_stage_waits_for(tmp_path: Path) -> None:
     }
     make_chains(tmp_path, written)
     table = leaderboard(*_directory(tmp_path))
-    assert (table.metric, table.columns, table.rows) == ("test/top1", ("chains",), ("0L", "2L"))
+    assert (table.metrics, table.data, table.rows) == (["test/top1"], ["chains"], ("0L", "2L"))
     assert table.notes == (
         "Incomplete: of 2 runs 2 not started. Cells with such runs are not ranked or compared.",
         "Waiting for an earlier stage: 1 (1 failed).",
@@ -295,10 +297,10 @@ def test_an_earlier_stage_need_not_have_the_metric_of_the_sweep(tmp_path: Path) 
         name: replace(BASE, schedule=f"{name[6]}L", metrics={"val/bits_per_byte": 1.5})
         for name in ("heads-0/pre", "heads-2/pre")
     }
-    make_chains(tmp_path, losses, metric="arc_easy/accuracy")
-    assert leaderboard(*_directory(tmp_path)).metric == "arc_easy/accuracy"  # its turn comes
+    make_chains(tmp_path, losses, "arc_easy/accuracy")
+    assert leaderboard(*_directory(tmp_path)).metrics == ["arc_easy/accuracy"]  # its turn comes
     table = leaderboard(*_directory(tmp_path), "pre")
-    assert table.metric == "val/bits_per_byte"
+    assert table.metrics == ["val/bits_per_byte"]
     assert scores(table, "Digits") == {"0L": "1.500", "2L": "1.500"}
     assert "after stage pre; lower is better" in table.caption
 
@@ -308,7 +310,7 @@ def test_an_unknown_stage(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no stage 'xyz' in sweep chains: expected one of pre, sft"):
         leaderboard(*_directory(tmp_path), "xyz")
     make_sweep(tmp_path / "plain", {"heads-0": record("0L", 0, 0.9)}, {"heads": "schedule"}, [{"heads": "0"}])
-    assert leaderboard(*_directory(tmp_path), "pre").columns == ("chains: chains", "plain: Digits")
+    assert leaderboard(*_directory(tmp_path), "pre").data == ["chains: chains", "plain: Digits"]
     with pytest.raises(UserError, match="no stage 'pre': expected a sweep with `stages`, got none"):
         leaderboard(*_directory(tmp_path / "plain"), "pre")
 

@@ -35,7 +35,7 @@ def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_runs_are_the_product_in_order(tmp_path: Path) -> None:
     values = {"base": ["a.yaml"], "axes": {"heads": HEADS, "seed": SEED}, "overrides": {"trainer.max_epochs": 60}}
     plan = load_sweep(write(tmp_path, values | {"name": "quick", "baseline": "0L", "metric": "test/top1"})).plan()
-    assert (plan.name, plan.baseline, plan.metric) == ("quick", "0L", "test/top1")
+    assert (plan.name, plan.baseline, plan.metrics) == ("quick", "0L", ("test/top1",))
     assert plan.axes == {"heads": "schedule", "seed": "seed"}
     assert [run.folder for run in plan.runs] == ["heads-0_seed-0", "heads-0_seed-1", "heads-2_seed-0", "heads-2_seed-1"]
     assert plan.runs[2].labels == {"heads": "2", "seed": "0"}
@@ -152,7 +152,10 @@ AXES = {"heads": HEADS, "seed": SEED}
         ({"axes": {"a": SEED, "b": SEED}}, "key 'seed_everything': expected in one place, got axis 'b' and axis 'a'"),
         ({"axes": AXES, "overrides": [1]}, "key 'overrides': expected a mapping of keys to values, got a list"),
         ({"axes": AXES, "base": [3]}, "key 'base': expected a config or a list of configs, got [3]"),
-        ({"axes": AXES, "metric": 3}, "key 'metric': expected a name, got 3"),
+        ({"axes": AXES, "metric": 3}, "key 'metric': expected a name or a list of names, got 3"),
+        ({"axes": AXES, "metric": []}, "key 'metric': expected a name or a list of names, got []"),
+        ({"axes": AXES, "metric": ["a", 3]}, "key 'metric': expected a name or a list of names, got ['a', 3]"),
+        ({"axes": AXES, "metric": ["a", "b", "a"]}, "key 'metric': expected each metric once, got a twice"),
         ({"axes": AXES}, "key 'base': expected at least one config, got none"),
         ({"axes": AXES, "base": "c.yaml"}, "no config 'c.yaml': expected the path of a YAML file or a name"),
         (
@@ -199,7 +202,7 @@ def test_shipped_quickstart() -> None:
     cells = list(itertools.product(*(axis.settings for axis in sweep.axes)))
     assert cells == [(heads, seed) for heads in ("0", "2", "4") for seed in ("0", "1", "2")]
     assert [axis.role for axis in sweep.axes] == ["schedule", "seed"]
-    assert (sweep.base, sweep.baseline, sweep.metric) == (("supervised/digits",), "0L", "test/top1")
+    assert (sweep.base, sweep.baseline, sweep.metrics) == (("supervised/digits",), "0L", ("test/top1",))
 
 
 def test_shipped_table1() -> None:

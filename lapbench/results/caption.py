@@ -1,0 +1,62 @@
+"""The line below a table that says what its numbers are."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from lapbench.results.metrics import SPLITS, MetricKind, kind_of, split_of
+from lapbench.results.record import Record
+
+
+def caption(metrics: Sequence[str], records: Sequence[Record], stages: Sequence[str], compared_with: str | None) -> str:
+    """One line: metrics, split, stage, statistic, and which checkpoint was scored.
+
+    Args:
+        metrics: that the table shows.
+        records: whose values it shows.
+        stages: of the chains that they are in.
+        compared_with: the baseline, if the table holds differences to it.
+    """
+    kinds = [kind_of(metric) for metric in metrics]
+    data = {record.data for record in records}
+    of = next(iter(data)) if len(data) == 1 else ""
+    after = f"after stage {' or '.join(stages)}" if stages else ""
+    parts = _one(metrics[0], of, after) if len(metrics) == 1 else [*_several(metrics), *filter(None, [of, after])]
+    parts.append("mean ± standard deviation (ddof 1) over n seeds")
+    checkpoints = Counter(record.checkpoint or "not recorded" for record in records)
+    if len(checkpoints) == 1:
+        parts.append(f"checkpoint scored: {next(iter(checkpoints))}")
+    elif checkpoints:
+        counts = (f"{name} ({n} of {len(records)} runs)" for name, n in checkpoints.items())
+        parts.append(f"checkpoints scored: {', '.join(counts)}")
+    if compared_with:
+        points = " in points" if all(kind.percent for kind in kinds) else ""
+        points = points or (" (in points where the metric is in %)" if any(kind.percent for kind in kinds) else "")
+        parts.append(f"Δ: difference to {compared_with}{points}, before rounding")
+    return "; ".join(parts) + "."
+
+
+def _one(metric: str, of: str, after: str) -> list[str]:
+    kind, split = kind_of(metric), split_of(metric)
+    what = f"{metric}: {kind.title}{' in %' if kind.percent else ''}"
+    what += f" on the {split} split" if split in SPLITS else ""
+    what += f" of {of}" if of else ""
+    what += f", by evaluation {split}" if split and split not in SPLITS else ""
+    return [what + (f", {after}" if after else ""), _direction(kind)]
+
+
+def _several(metrics: Sequence[str]) -> list[str]:
+    """Those that have unit, source and direction in common share a part."""
+    groups: dict[str, list[str]] = {}
+    for metric in metrics:
+        kind, split = kind_of(metric), split_of(metric)
+        source = f"on the {split} split" if split in SPLITS else f"by evaluation {split}" if split else ""
+        what = ", ".join(filter(None, ["in %" if kind.percent else "", source, _direction(kind)]))
+        title = "" if kind.title == metric.rpartition("/")[2] else f" ({kind.title})"
+        groups.setdefault(what, []).append(metric + title)
+    return [f"{', '.join(names)}: {what}" for what, names in groups.items()]
+
+
+def _direction(kind: MetricKind) -> str:
+    if kind.higher_is_better is None:
+        return "not ranked, as it is not known which direction is better"
+    return f"{'higher' if kind.higher_is_better else 'lower'} is better"
