@@ -46,7 +46,8 @@ def one_line(message: str, known: Iterable[str] = ()) -> str:
 def _nearest(key: str, known: Iterable[str]) -> str:
     names = sorted(set(known))
     last = key.rsplit(".", 1)[-1]
-    near = [n for n in names if n.startswith(key)][:1] or difflib.get_close_matches(key, names, n=1, cutoff=0.6)
+    begun = sorted((n for n in names if n.startswith(key)), key=len)
+    near = begun[:1] or difflib.get_close_matches(key, names, n=1, cutoff=0.6)
     # A key typed without its parents, or with other ones: compare the last parts.
     near = (
         near

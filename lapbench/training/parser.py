@@ -13,7 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-import lapbench.datamodules.builtin as builtin
+import lapbench.datamodules as datamodules
 import lapbench.evaluation as evaluation
 import lapbench.tasks as tasks
 from lapbench.config_files import find_config, load_yaml
@@ -176,8 +176,9 @@ class CLI(LightningCLI):
 
 def _classes() -> list[type]:
     """The shipped tasks, evaluations and data modules, whose settings a misspelt key is compared with."""
-    found = [getattr(room, name) for room in (tasks, evaluation) for name in room.__all__]
-    return found + [c for _, c in inspect.getmembers(builtin, inspect.isclass) if issubclass(c, LightningDataModule)]
+    found = [getattr(room, name) for room in (tasks, evaluation, datamodules) for name in room.__all__]
+    wanted = (LightningModule, LightningDataModule, evaluation.Evaluation)
+    return [c for c in found if inspect.isclass(c) and issubclass(c, wanted)]
 
 
 def _config_arguments(argv: Sequence[str]) -> Iterator[tuple[int, str]]:
