@@ -16,11 +16,10 @@ def caption(metrics: Sequence[str], records: Sequence[Record], stages: Sequence[
         stages: of the chains that they are in.
         compared_with: the baseline, if the table holds differences to it.
     """
-    kinds = [kind_of(metric) for metric in metrics]
     data = {record.data for record in records}
     of = next(iter(data)) if len(data) == 1 else ""
     after = f"after stage {' or '.join(stages)}" if stages else ""
-    parts = _one(metrics[0], of, after) if len(metrics) == 1 else [*_several(metrics), *filter(None, [of, after])]
+    parts = _one(metrics[0], of, after) if len(metrics) == 1 else _several(metrics, of, after)
     parts.append("mean ± standard deviation (ddof 1) over n seeds")
     checkpoints = Counter(record.checkpoint or "not recorded" for record in records)
     if len(checkpoints) == 1:
@@ -29,8 +28,9 @@ def caption(metrics: Sequence[str], records: Sequence[Record], stages: Sequence[
         counts = (f"{name} ({n} of {len(records)} runs)" for name, n in checkpoints.items())
         parts.append(f"checkpoints scored: {', '.join(counts)}")
     if compared_with:
-        points = " in points" if all(kind.percent for kind in kinds) else ""
-        points = points or (" (in points where the metric is in %)" if any(kind.percent for kind in kinds) else "")
+        percent = {kind_of(metric).percent for metric in metrics}
+        some = " (in points where the metric is in %)" if True in percent else ""
+        points = " in points" if percent == {True} else some
         parts.append(f"Δ: difference to {compared_with}{points}, before rounding")
     return "; ".join(parts) + "."
 
@@ -44,7 +44,7 @@ def _one(metric: str, of: str, after: str) -> list[str]:
     return [what + (f", {after}" if after else ""), _direction(kind)]
 
 
-def _several(metrics: Sequence[str]) -> list[str]:
+def _several(metrics: Sequence[str], of: str, after: str) -> list[str]:
     """Those that have unit, source and direction in common share a part."""
     groups: dict[str, list[str]] = {}
     for metric in metrics:
@@ -53,7 +53,9 @@ def _several(metrics: Sequence[str]) -> list[str]:
         what = ", ".join(filter(None, ["in %" if kind.percent else "", source, _direction(kind)]))
         title = "" if kind.title == metric.rpartition("/")[2] else f" ({kind.title})"
         groups.setdefault(what, []).append(metric + title)
-    return [f"{', '.join(names)}: {what}" for what, names in groups.items()]
+    common = [f"data: {of}"] if of else []
+    common += [after] if after else []
+    return [*(f"{', '.join(names)}: {what}" for what, names in groups.items()), *common]
 
 
 def _direction(kind: MetricKind) -> str:

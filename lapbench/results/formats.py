@@ -202,7 +202,12 @@ def as_json(table: Table) -> str:
     """
     several = len(table.metrics) > 1
     metrics = [
-        {"metric": metric, "split": split_of(metric), "higher_is_better": kind_of(metric).higher_is_better}
+        {
+            "metric": metric,
+            "split": split_of(metric),
+            "statistic": "mean and standard deviation (ddof 1) over seeds",
+            "higher_is_better": kind_of(metric).higher_is_better,
+        }
         for metric in table.metrics
     ]
     cells = [
@@ -234,7 +239,6 @@ def as_json(table: Table) -> str:
     value = {
         "title": table.title,
         **({"metrics": metrics} if several else metrics[0]),
-        "statistic": "mean and standard deviation (ddof 1) over seeds",
         "baseline": table.baseline,
         "schedules": table.rows,
         "columns": table.data,
