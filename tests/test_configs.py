@@ -173,7 +173,7 @@ def test_a_sweep_plans_runs_that_parse(name: str) -> None:
         with torch.device("meta"):
             built = cli.parser.instantiate(cli.config)
         assert built["model"].backbone.schedule.name == f"{run.labels['heads']}L"
-        assert str(cli.config.seed_everything) == run.labels["seed"]
+        assert str(cli.config.seed_everything) == run.labels.get("seed", "0")
 
 
 def test_the_quickstart_is_three_schedules_by_three_seeds() -> None:
