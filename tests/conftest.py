@@ -47,7 +47,7 @@ TINY: dict[str, Any] = {
 
 
 # What depends on the machine.
-TIMED = ("train/samples_per_second", "train/tokens_per_second")
+TIMED = ("train/samples_per_second", "train/tokens_per_second", "train/mfu")
 
 
 class Outcome(NamedTuple):

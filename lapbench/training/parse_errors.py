@@ -5,7 +5,7 @@ import difflib
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 from lapbench.training.settings import RunSettings
 
@@ -74,5 +74,6 @@ def known_keys(classes: Iterable[Callable[..., Any]]) -> set[str]:
 def _parameters(cls: Callable[..., Any]) -> Iterator[str]:
     for name, parameter in inspect.signature(cls).parameters.items():
         yield name
-        if dataclasses.is_dataclass(parameter.annotation) and isinstance(parameter.annotation, type):
-            yield from (f"{name}.{inner}" for inner in _parameters(parameter.annotation))
+        for kind in (parameter.annotation, *get_args(parameter.annotation)):  # `Settings | None` among them
+            if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+                yield from (f"{name}.{inner}" for inner in _parameters(kind))
