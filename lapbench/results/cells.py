@@ -1,4 +1,4 @@
-"""Which run belongs into which cell of a table: from the records, and from the plans of the sweeps they are part of."""
+"""Which metrics a table shows, and which run belongs into which cell: from the records, and from the sweeps' plans."""
 
 import difflib
 import re
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lapbench.errors import UserError
+from lapbench.results.metrics import DEFAULTS, split_of
 from lapbench.results.plan import LOG_NAME, Plan, PlannedRun
 from lapbench.results.record import Record
 
@@ -166,3 +167,28 @@ def _refuse_duplicates(cells: Iterable[list[Run]]) -> None:
                     f"two runs of {what}: {folders[run.seed]} and {run.folder}; expected one (move the other elsewhere)"
                 )
             folders[run.seed] = run.folder
+
+
+def choose_metrics(wanted: Sequence[str], planned: Sequence[str], records: Sequence[Record]) -> Sequence[str]:
+    """The metrics that a table shows: those asked for, else those of the sweep, else the first default that there is.
+
+    Raises:
+        UserError: one that no record has, or one twice.
+    """
+    names = wanted or planned
+    if repeated := [name for name, count in Counter(names).items() if count > 1]:
+        raise UserError(f"expected each metric once, got {repeated[0]} twice")
+    known = {metric for record in records for metric in record.metrics}
+    if not any(record.status == "finished" for record in records):
+        known |= {*planned}  # their turn comes at the end of a run
+    failed = {evaluation for record in records for evaluation in record.failed_evaluations}
+    known |= {name for name in names if split_of(name) in failed}
+    if not known:
+        return names or DEFAULTS[:1]  # nothing was measured yet: the table shows what runs and what is missing
+    names = names or [name for name in DEFAULTS if name in known][:1]
+    missing = [name for name in names if name not in known]
+    if names and not missing:
+        return names
+    near = difflib.get_close_matches(missing[0], sorted(known), n=1) if missing else []
+    hint = f": did you mean {near[0]}?" if near else f"; there are {', '.join(sorted(known))}"
+    raise UserError(f"no record has the metric {missing[0] if missing else ' or '.join(DEFAULTS)}{hint}")

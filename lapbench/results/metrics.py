@@ -1,14 +1,8 @@
 """What a metric's name says about it: title, unit, and which direction is better. Numbers as tables print them."""
 
-import difflib
 import math
 import re
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
-
-from lapbench.errors import UserError
-from lapbench.results.record import Record
 
 _PASS_AT = re.compile(r"(.+_)?pass@[0-9]+")
 
@@ -89,28 +83,3 @@ def show_metrics(metrics: dict[str, float], name: str) -> str:
     kind, value = kind_of(name), metrics[name]
     number = show(value, kind) if math.isfinite(value) else str(value)
     return f"{name} {number} %" if kind.percent else f"{name} {number}"
-
-
-def choose_metrics(wanted: Sequence[str], planned: Sequence[str], records: Sequence[Record]) -> Sequence[str]:
-    """The metrics that a table shows: those asked for, else those of the sweep, else the first default that there is.
-
-    Raises:
-        UserError: one that no record has, or one twice.
-    """
-    names = wanted or planned
-    if repeated := [name for name, count in Counter(names).items() if count > 1]:
-        raise UserError(f"expected each metric once, got {repeated[0]} twice")
-    known = {metric for record in records for metric in record.metrics}
-    if not any(record.status == "finished" for record in records):
-        known |= {*planned}  # their turn comes at the end of a run
-    failed = {evaluation for record in records for evaluation in record.failed_evaluations}
-    known |= {name for name in names if split_of(name) in failed}
-    if not known:
-        return names or DEFAULTS[:1]  # nothing was measured yet: the table shows what runs and what is missing
-    names = names or [name for name in DEFAULTS if name in known][:1]
-    missing = [name for name in names if name not in known]
-    if names and not missing:
-        return names
-    near = difflib.get_close_matches(missing[0], sorted(known), n=1) if missing else []
-    hint = f": did you mean {near[0]}?" if near else f"; there are {', '.join(sorted(known))}"
-    raise UserError(f"no record has the metric {missing[0] if missing else ' or '.join(DEFAULTS)}{hint}")

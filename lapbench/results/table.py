@@ -10,9 +10,9 @@ from pathlib import Path
 
 from lapbench.errors import ArgumentParser, UserError
 from lapbench.results.caption import caption
-from lapbench.results.cells import Cells, Run, collect
+from lapbench.results.cells import Cells, Run, choose_metrics, collect
 from lapbench.results.files import write_atomically
-from lapbench.results.metrics import DEFAULTS, MetricKind, choose_metrics, kind_of, show
+from lapbench.results.metrics import DEFAULTS, MetricKind, kind_of, show
 from lapbench.results.plan import FILE_NAME as PLAN_FILE
 from lapbench.results.plan import Plan, read_plan
 from lapbench.results.record import FILE_NAME as RECORD_FILE

@@ -69,6 +69,17 @@ def test_all_runs_finish_and_the_table_is_printed(tmp_path: Path, capsys: pytest
     assert "--model.init_args.backbone.heads=2" in (out / FOLDERS[2] / "log.txt").read_text()
 
 
+def test_of_several_metrics_the_first_is_progress_and_all_are_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = write_sweep(tmp_path), tmp_path / "out"
+    path.write_text(f"{path.read_text()}metric: [val/top1, test/top1]\n")
+    assert launch(load_sweep(path).plan(), out, 2, command=FAKE) == 0
+    assert f"{FOLDERS[0]} finished: val/top1 90.00 % in " in capsys.readouterr().out
+    assert read_plan(out).metrics == ("val/top1", "test/top1")
+    assert "| 2L | **92.15 ± 0.21** | 2 | +2.00 | **92.15 ± 0.21** | 2 | +2.00 |" in (out / "table.md").read_text()
+
+
 def test_a_second_sweep_runs_nothing_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, plan = tmp_path / "out", make_plan(tmp_path)
     launch(plan, out, command=FAKE)
