@@ -1,8 +1,10 @@
 """PyDocs: the language reference that Python brings along for ``help()`` (``pydoc_data.topics``): some 80 documents and
 half a megabyte of text, with nothing to download. Every tenth document, by name, is for validation; the tokenizer is
-trained on the other ones. The texts differ a little from one version of Python to the next. They quote one another: a
-tenth of what is in validation can be read in training as well (whole documents cannot), so scores are for trying things
-out, not for publishing.
+trained on the other ones. The texts differ a little from one version of Python to the next.
+
+The documents quote one another: 38 % of what is in validation (in pieces of 100 characters) can be read in training as
+well, whole documents cannot. Which document the tenths are counted from makes that 1 to 85 %, 37 % on average, and so
+the fifth is the first. Scores are for trying things out, not for publishing.
 """
 
 import argparse
@@ -31,7 +33,7 @@ def load() -> dict[str, list[str]]:
             "another data set"
         ) from error
     texts = [topics[name] for name in sorted(topics)]
-    val = texts[::10]
+    val = texts[4::10]  # see above
     return {"train": [text for text in texts if text not in val], "val": val}  # some are there under two names
 
 
