@@ -35,6 +35,8 @@ _EXPECTED_WARNINGS: dict[str, type[Warning]] = {
     ".*is smaller than the logging interval": UserWarning,
     "Checkpoint directory .* exists and is not empty": UserWarning,  # a resumed run's
     ".*callbacks used to create the checkpoint need to be provided": UserWarning,  # scoring needs none of them
+    # Each process's clock sees the whole step: the first one's speaks for all.
+    ".*'train/(samples_per_second|tokens_per_second|mfu)'.*sync_dist=True": UserWarning,
     ".*LeafSpec": FutureWarning,  # Lightning's own use of torch
 }
 
