@@ -21,8 +21,11 @@ def caption(metrics: Sequence[str], records: Sequence[Record], stages: Sequence[
     after = f"after stage {' or '.join(stages)}" if stages else ""
     parts = _one(metrics[0], of, after) if len(metrics) == 1 else _several(metrics, of, after)
     parts.append("mean ± standard deviation (ddof 1) over n seeds")
-    checkpoints = Counter(record.checkpoint or "not recorded" for record in records)
-    if len(checkpoints) == 1:
+    # Runs that neither test nor evaluate have what the last epoch logged.
+    checkpoints = Counter(record.checkpoint or "none" for record in records)
+    if [*checkpoints] == ["none"]:
+        parts.append("values of the last epoch")
+    elif len(checkpoints) == 1:
         parts.append(f"checkpoint scored: {next(iter(checkpoints))}")
     elif checkpoints:
         counts = (f"{name} ({n} of {len(records)} runs)" for name, n in checkpoints.items())

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lapbench.errors import UserError
 from lapbench.evaluation.after_fit import evaluations_of, join_processes, missing
@@ -129,6 +130,8 @@ def predict(argv: Sequence[str]) -> int:
     """``lapbench predict``: writes predictions.csv for the test split."""
     with _user_errors():
         cli = _parse("predict", argv)
+        if not is_overridden("predict_step", cli.model):
+            raise UserError(f"predict: expected an image classifier, got a run of {type(cli.model).__name__}")
         file = (cli.run_folder.path or Path()) / "predictions.csv"
         writer = PredictionWriter(file)
         cli.trainer.callbacks.append(writer)  # type: ignore[attr-defined]

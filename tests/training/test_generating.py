@@ -112,3 +112,9 @@ def test_a_run_of_another_task_is_refused(finished: Path, lapbench: Command) -> 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, lapbench: Command) -> None:
     outcome = lapbench("generate", tmp_path, "--prompt", "a")
     assert outcome.err == f"lapbench: error: {tmp_path}: expected the folder of a run, it has no config.yaml\n"
+
+
+def test_predictions_are_of_images(run: Path, lapbench: Command) -> None:
+    outcome = lapbench("predict", "--config", run / "config.yaml", "--run.dir", run)
+    assert outcome.status == 2
+    assert outcome.err == "lapbench: error: predict: expected an image classifier, got a run of LanguageModeling\n"
