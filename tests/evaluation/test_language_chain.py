@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -144,16 +145,11 @@ def test_a_chain_that_is_killed_between_its_stages_goes_on(sweep: Path, tmp_path
     assert "after stage sft" in output
 
 
-def test_a_stage_without_the_run_before_it_is_refused_in_one_line(sweep: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lapbench", "fit", "--config", str(sweep.with_name("midtrain.yaml"))]
-    refused = subprocess.run(
-        [*command, "--run.dir", str(tmp_path / "run"), "--model.init_from", str(tmp_path / "nothing")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert refused.returncode == 2
-    *_, last = refused.stderr.splitlines()
-    assert last.startswith("lapbench: error: init_from: expected")
-    assert "nothing" in last
-    assert "Traceback" not in refused.stderr
+def test_a_stage_without_the_run_before_it_is_refused_in_one_line(
+    sweep: Path, tmp_path: Path, lapbench: Callable[..., Any]
+) -> None:
+    config, missing = sweep.with_name("midtrain.yaml"), tmp_path / "nothing"
+    refused = lapbench("fit", "--config", config, "--run.dir", tmp_path / "run", "--model.init_from", missing)
+    assert refused.status == 2
+    *_, last = refused.err.splitlines()
+    assert last == f"lapbench: error: init_from: expected the folder of a run or a checkpoint, {missing} is neither"
