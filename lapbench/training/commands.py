@@ -35,6 +35,9 @@ _EXPECTED_WARNINGS: dict[str, type[Warning]] = {
     ".*does not have many workers": UserWarning,  # tiny data sets are fastest without
     ".*is smaller than the logging interval": UserWarning,
     "Checkpoint directory .* exists and is not empty": UserWarning,  # a resumed run's
+    # A task without labels has no score to validate, a frozen backbone nothing to optimize.
+    ".*have no `validation_step`": UserWarning,
+    ".*this fit will run with no optimizer": UserWarning,
     ".*callbacks used to create the checkpoint need to be provided": UserWarning,  # scoring needs none of them
     # Each process's clock sees the whole step: the first one's speaks for all.
     ".*'train/(samples_per_second|tokens_per_second|mfu)'.*sync_dist=True": UserWarning,
@@ -69,7 +72,7 @@ def _fit(cli: CLI) -> int:
         _say(cli, f"{folder.path}: this run has finished already; its results are in record.json")
         return 0
     last = folder.last_checkpoint
-    doing = "evaluating" if trained else "training"
+    doing = "evaluating" if trained or trainer.max_epochs == 0 else "training"
     _say(cli, f"{doing} in {folder.path}{' from its last checkpoint on' if last else ''}")
     cli.stop_signals.install()
     try:
@@ -79,6 +82,8 @@ def _fit(cli: CLI) -> int:
             writer.resume(trainer)
         else:
             trainer.fit(cli.model, cli.datamodule, ckpt_path=last, weights_only=True)
+            if trainer.max_epochs == 0 and last is None:  # no epoch's end has saved the initial weights
+                trainer.save_checkpoint(folder.checkpoint_file("last"))
             choice = folder.settings.test
             metrics = {} if choice == "none" else _score(cli, "test", folder.checkpoint_file(choice))
             scored = choice != "none" or bool(todo)

@@ -12,6 +12,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 import lapbench.datamodules as datamodules
 import lapbench.evaluation as evaluation
@@ -124,6 +125,8 @@ class CLI(LightningCLI):
         """
         settings = RunSettings(**vars(self.config.run))
         seed = self._seed()
+        if self.command == "fit":
+            self._check_test(settings)
         if self.command != "fit":
             kwargs["enable_checkpointing"] = False
             self.run_folder = RunFolder.existing(settings)
@@ -163,6 +166,16 @@ class CLI(LightningCLI):
                 f"seed_everything: expected a whole number, got {seed!r}: a run without a seed cannot resume"
             )
         return seed
+
+    def _check_test(self, settings: RunSettings) -> None:
+        """UserError: a test that could not be made once training is done."""
+        if settings.test == "none":
+            return
+        if not is_overridden("test_step", self.model):
+            task = type(self.model).__name__
+            raise UserError(f"run.test: expected none, as {task} has no score to test, got {settings.test}")
+        if settings.test == "best" and self.config_init["trainer"]["max_epochs"] == 0:
+            raise UserError("run.test: expected last or none, as trainer.max_epochs 0 validates nothing, got best")
 
     def _dump(self) -> str:
         """The resolved configuration as YAML; it can be given to --config again."""
