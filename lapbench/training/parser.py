@@ -55,9 +55,11 @@ class CLI(LightningCLI):
 
     run_folder: RunFolder
 
-    def __init__(self, command: str, argv: Sequence[str]) -> None:
+    def __init__(self, command: str, argv: Sequence[str], name: str | None = None) -> None:
         self.command = command
-        self.config_names = [value for _, value in _config_arguments(argv)]
+        names = [Path(value).stem for _, value in _config_arguments(argv)]
+        # A new run's folder is runs/NAME/...: by default the last config's.
+        self.name = name or (names[-1] if names else "run")
         self.stop_signals = StopSignals()
         super().__init__(
             LightningModule,
@@ -111,7 +113,7 @@ class CLI(LightningCLI):
         try:
             self.config_init = self.parser.instantiate(self.config)
         except Exception as error:
-            if (found := _user_error(error)) is not None:
+            if (found := user_error(error)) is not None:
                 raise found from error
             raise
         self.datamodule = self.config_init["data"]
@@ -131,8 +133,7 @@ class CLI(LightningCLI):
             kwargs["enable_checkpointing"] = False
             self.run_folder = RunFolder.existing(settings)
         else:
-            name = Path(self.config_names[-1]).stem if self.config_names else "run"
-            label = f"{name}/{schedule_name(self.model)}-seed{seed}"
+            label = f"{self.name}/{schedule_name(self.model)}-seed{seed}"
             self.run_folder = RunFolder.take(settings, label, self._dump(), self.config.allow_layout_change)
         trainer = self.config_init["trainer"]
         if trainer["logger"] in (None, True):
@@ -225,7 +226,7 @@ def _check_file(path: Path) -> None:
             raise UserError(f"{path}: unknown key {key!r}; {hint}")
 
 
-def _user_error(error: BaseException | None) -> UserError | None:
+def user_error(error: BaseException | None) -> UserError | None:
     """The ``UserError`` that another exception was raised from, if any."""
     while error is not None:
         if isinstance(error, UserError):
