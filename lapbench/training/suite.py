@@ -60,7 +60,7 @@ class Suite:
             UserError: A setting out of range, or a name that two have.
         """
         try:
-            built = self._parser.instantiate_classes(self._settings)
+            built = self._parser.instantiate(self._settings)
         except Exception as error:
             if (found := user_error(error)) is not None:
                 raise found from error
