@@ -23,6 +23,7 @@ MODEL = "vit_tiny_patch16_224"
 SMALL = ("--model.backbone.options", json.dumps({"embed_dim": 16, "depth": 2, "num_heads": 2}))
 FITTING = (*SMALL, "--model.backbone.img_size", 8, "--model.backbone.patch_size", 4, "--model.backbone.in_chans", 1)
 PROBE = ("--suite", "linear", "--linear.epochs", 1)
+NEAREST = ("--knn.k", "[3,20]", "--knn.split", "test")
 
 
 @pytest.fixture
@@ -188,7 +189,7 @@ def test_mistakes_are_one_line(finished: Path, lapbench: Command, arguments: tup
         (("--model.backbone.img_size", 16), "takes images of 16 x 16 pixels, Digits gives 8 x 8: set data.image_size 16"),
         (("--trainer.max_epochs", 1), "trainer.max_epochs: expected 0, as a FrozenBackbone is not trained, got 1"),
         (("--weights", "nowhere.pth"), "weights: expected a file, nowhere.pth is none"),
-        (("--data.valfraction", 1), "unknown key 'data.valfraction'; did you mean"),
+        (("--data.valfraction", 1), "data: unknown key 'valfraction'; did you mean 'val_fraction'?"),
     ],
 )
 def test_a_model_that_does_not_fit_is_one_line(stock: Command, arguments: tuple[Any, ...], message: str) -> None:
