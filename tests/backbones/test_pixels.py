@@ -43,7 +43,10 @@ def test_it_is_a_backbone_without_laplacian_heads_and_without_parameters() -> No
     ("settings", "reason"),
     [
         ({"heads": 1}, "it has no heads: expected heads 0, got 1"),
-        ({"drop_path": 0.1}, "expected no settings but img_size, patch_size, in_chans, dynamic_img_size, got drop_path"),
+        (
+            {"drop_path": 0.1},
+            "expected no settings but img_size, patch_size, in_chans, dynamic_img_size, got drop_path",
+        ),
         ({"embed_dim": 64}, "got options {'embed_dim': 64}"),
         ({"pretrained": True}, "got pretrained True"),
         ({"num_classes": 10}, "it has no classifier: expected num_classes 0"),
