@@ -1,6 +1,7 @@
 """LightningModules: one file for each training paradigm. ``TASKS`` names them."""
 
 from lapbench.tasks.classification import ImageClassification
+from lapbench.tasks.dino import DINO
 from lapbench.tasks.language_modeling import LanguageModeling
 
-__all__ = ["ImageClassification", "LanguageModeling"]
+__all__ = ["DINO", "ImageClassification", "LanguageModeling"]
