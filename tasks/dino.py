@@ -152,7 +152,6 @@ class DINO(pl.LightningModule):
         )
         self.student = ProjectedBackbone(build_vision_backbone(num_classes=0, **vars(self.settings)), head)
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
-        self.teacher.backbone.eval()
         # A trial, so that what is wrong with the optimizer is said before a run starts.
         build_optimizer(nn.Linear(1, 1), optimizer, batch_size=1)
         # A copy is not compiled.
@@ -169,12 +168,6 @@ class DINO(pl.LightningModule):
     def backbone(self) -> VisionBackbone:
         """The teacher's, which evaluations read."""
         return self.teacher.backbone
-
-    def train(self, mode: bool = True) -> "DINO":
-        """As torch's, but that the teacher's backbone never drops anything; its head has BatchNorm as the student's."""
-        super().train(mode)
-        self.teacher.backbone.eval()
-        return self
 
     def forward(self, images: Tensor) -> Tensor:
         """The teacher's features [B, D] of images [B, C, H, W]."""
@@ -221,6 +214,10 @@ class DINO(pl.LightningModule):
                 f"trainer.precision: the teacher's moving average needs float32 weights, got {dtype}; "
                 "expected 32-true, bf16-mixed or 16-mixed"
             )
+
+    def on_train_start(self) -> None:
+        """The teacher's backbone drops nothing; its head keeps BatchNorm over the batch, as the student's."""
+        self.teacher.backbone.eval()
 
     def training_step(self, batch: tuple[Crops, Tensor], batch_idx: int) -> Tensor:
         """One micro-batch.
