@@ -1,7 +1,6 @@
 """Self-supervised pre-training by self-distillation (DINO, arXiv 2104.14294)."""
 
 import copy
-import math
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +26,7 @@ from lapbench.optim import (
     set_weight_decay,
 )
 from lapbench.tasks.dino_head import ProjectedBackbone, ProjectionHead
-from lapbench.tasks.dino_health import CollapseWarning, entropy, feature_std, information
+from lapbench.tasks.dino_health import CollapseError, CollapseWarning, collapse, entropy, feature_std, information
 from lapbench.tasks.dino_loss import DINOLoss
 from lapbench.tasks.metrics import SampleMean
 from lapbench.tasks.steps import (
@@ -83,8 +82,9 @@ class DINO(pl.LightningModule):
     and centre and teacher move once for a step.
 
     Logs train/{loss,loss_epoch,lr,grad_norm,weight_decay,ema,teacher_temperature}, and of the teacher
-    train/{teacher_entropy,center_norm,feature_std,similarity}: entropy of its outputs in nats, norm of the centre, the
-    spread of its features (1 everywhere, 0 collapsed) and the within-sequence similarity of its patch tokens.
+    train/{teacher_entropy,information,center_norm,feature_std,similarity}: entropy of its outputs and what they tell of
+    the images (0 collapsed) in nats, norm of the centre, the spread of its features (1 everywhere, 0 collapsed) and the
+    within-sequence similarity of its patch tokens.
 
     Args:
         backbone: The vision transformer and its head schedule. Drop-path and dropout are the student's alone. Any image
@@ -163,6 +163,7 @@ class DINO(pl.LightningModule):
         self.train_information = SampleMean()
         self.train_feature_std = SampleMean()
         self._total_steps = self._steps_per_epoch = 0
+        self._warned = False
 
     @property
     def backbone(self) -> VisionBackbone:
@@ -273,8 +274,28 @@ class DINO(pl.LightningModule):
         move(list(self.teacher.parameters()), list(self.student.parameters()), None)
 
     def on_train_epoch_end(self) -> None:
-        """Logs the epoch's mean loss: here, not at each step, for an epoch that is resumed after its last step."""
+        """Logs the epoch's mean loss: here, not at each step, for an epoch that is resumed after its last step.
+
+        Warns of a collapse, once.
+
+        Raises:
+            CollapseError: Instead of a warning, on all processes.
+        """
         self.log("train/loss_epoch", self.train_loss)
+        told, spread = float(self.train_information.compute()), float(self.train_feature_std.compute())
+        self.train_information.reset()
+        self.train_feature_std.reset()
+        began = self.trainer.global_step - self._steps_per_epoch
+        wrong = collapse(told, spread)
+        # Until the warm-up is over, outputs may be alike because little has been learned.
+        if wrong is None or began < self.lr_schedule.warmup(self._steps_per_epoch):
+            return
+        wrong = f"epoch {self.current_epoch}: {wrong}"
+        if self.stop_on_collapse:
+            raise CollapseError(wrong)
+        if not self._warned and self.trainer.is_global_zero:
+            warnings.warn(wrong, CollapseWarning, stacklevel=2)
+        self._warned = True
 
     @property
     def _temperature(self) -> float:

@@ -5,9 +5,30 @@ import math
 import torch
 from torch import Tensor
 
+from lapbench.errors import UserError
+
+# Measured on digits: a healthy run never falls below 100 and 50 times these.
+LEAST_INFORMATION = 0.01
+LEAST_FEATURE_STD = 0.01
+
 
 class CollapseWarning(UserWarning):
-    """The teacher gives all images the same output: what it learns is of no use."""
+    """The teacher gives all images the same output: there is nothing to learn from it."""
+
+
+class CollapseError(UserError):
+    """The same, as the end of the run."""
+
+
+def collapse(information: float, feature_std: float) -> str | None:
+    """What is wrong with a teacher of which these are the means over an epoch; None if nothing is."""
+    if information >= LEAST_INFORMATION and feature_std >= LEAST_FEATURE_STD:
+        return None
+    return (
+        f"the teacher has collapsed, it gives all images the same output: information {information:.2g} nats, "
+        f"feature std {feature_std:.2g}; expected at least {LEAST_INFORMATION} and {LEAST_FEATURE_STD}; BatchNorm in the "
+        "head, fewer prototypes, a lower teacher temperature or a lower learning rate may help"
+    )
 
 
 @torch.no_grad()
