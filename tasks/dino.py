@@ -200,7 +200,6 @@ class DINO(pl.LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Optimizer and per-step schedule."""
         trainer = self.trainer
-        self._total_steps, self._steps_per_epoch = optimizer_steps(trainer)
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         batch = data.batch_size * trainer.world_size * trainer.accumulate_grad_batches
         return with_schedule(trainer, build_optimizer(self.student, self.optimizer_settings, batch), self.lr_schedule)
@@ -218,6 +217,7 @@ class DINO(pl.LightningModule):
 
     def on_train_start(self) -> None:
         """The teacher's backbone drops nothing; its head keeps BatchNorm over the batch, as the student's."""
+        self._total_steps, self._steps_per_epoch = optimizer_steps(self.trainer)
         self.teacher.backbone.eval()
 
     def training_step(self, batch: tuple[Crops, Tensor], batch_idx: int) -> Tensor:

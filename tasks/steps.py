@@ -64,7 +64,7 @@ def window_correction(trainer: pl.Trainer, batch_idx: int) -> float:
 
 
 def optimizer_steps(trainer: pl.Trainer) -> tuple[int, int]:
-    """Optimizer steps of the whole training and of an epoch, for ``configure_optimizers``.
+    """Optimizer steps of the whole training and of an epoch.
 
     Raises:
         UserError: Training has no end.
@@ -81,9 +81,13 @@ def optimizer_steps(trainer: pl.Trainer) -> tuple[int, int]:
 def with_schedule(trainer: pl.Trainer, optimizer: Optimizer, settings: LRSchedule) -> OptimizerLRScheduler:
     """The optimizer with its schedule, stepped after each of its steps, for ``configure_optimizers``.
 
+    With ``trainer.max_epochs`` 0 there are no steps, and so no schedule.
+
     Raises:
         UserError: Training has no end, or the schedule does not fit it.
     """
+    if trainer.max_epochs == 0:
+        return optimizer
     total, steps_per_epoch = optimizer_steps(trainer)
     scheduler = build_scheduler(optimizer, settings, total=total, warmup=settings.warmup(steps_per_epoch))
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
