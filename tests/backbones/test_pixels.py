@@ -56,7 +56,7 @@ def test_it_is_a_backbone_without_laplacian_heads_and_without_parameters() -> No
     ],
 )
 def test_settings_that_make_no_sense_are_one_line(settings: dict[str, Any], reason: str) -> None:
-    with pytest.raises(UserError, match="^backbone pixels: ") as caught:
+    with pytest.raises(UserError, match=r"^backbone pixels: ") as caught:
         build(**settings)
     assert reason in str(caught.value)
 
