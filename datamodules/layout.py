@@ -65,8 +65,10 @@ class Layout:
                 raise UserError(f"{path}: {where} must be {expected}, got {short(got)}")
 
         need(content.get("format") == FORMAT, "'format'", f"{FORMAT}", content.get("format"))
-        dataset, classes, images = (content.get(key) for key in ("dataset", "num_classes", "images"))
-        source = content.get("source", {})
+        dataset: Any = content.get("dataset")
+        classes: Any = content.get("num_classes")
+        images: Any = content.get("images")
+        source: Any = content.get("source", {})
         need(isinstance(dataset, str) and dataset, "'dataset'", "a name", dataset)
         need(type(classes) is int and 1 <= classes <= 254, "'num_classes'", "1..254", classes)
         need(isinstance(images, dict) and {*images} == {*SPLITS}, "'images'", f"of {' and '.join(SPLITS)}", images)
@@ -85,12 +87,12 @@ def list_files(folder: Path) -> dict[str, int]:
         UserError: one of the folders is missing or cannot be read.
     """
     files = {}
-    for part in (f"{kind}/{split}" for kind in SUFFIXES for split in SPLITS):
-        try:
+    try:
+        for part in (f"{kind}/{split}" for kind in SUFFIXES for split in SPLITS):
             with os.scandir(folder / part) as entries:
                 files.update({f"{part}/{entry.name}": entry.stat().st_size for entry in entries if entry.is_file()})
-        except OSError as error:
-            raise UserError(f"cannot read the folder {folder / part}: {error.strerror}") from error
+    except OSError as error:
+        raise UserError(f"cannot read the folder {folder / part}: {error.strerror}") from error
     return {name: files[name] for name in sorted(files) if is_part(name)}
 
 

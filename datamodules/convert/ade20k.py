@@ -17,9 +17,8 @@ from typing import Any
 
 from lapbench.datamodules.convert.command import Command, add_source, existing
 from lapbench.datamodules.convert.formats import shorten
-from lapbench.datamodules.convert.journal import JOURNAL, Journal, must_agree
+from lapbench.datamodules.convert.journal import JOURNAL, Entry, Journal, must_agree
 from lapbench.datamodules.convert.pairs import check_layout, check_pair, each_pair, pair_files, read_file
-from lapbench.datamodules.convert.pipeline import Entry
 from lapbench.datamodules.convert.progress import waiting
 from lapbench.datamodules.layout import LAYOUT, Layout, is_part, list_files, pair_names
 from lapbench.datamodules.manifest import MODE

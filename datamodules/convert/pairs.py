@@ -1,4 +1,4 @@
-"""Checks of images and their masks, pair by pair: what `lapbench.datamodules.layout` calls a data set has passed them."""
+"""Checks of images and their masks, pair by pair: what has a ``layout.json`` has passed them."""
 
 import io
 from collections.abc import Callable, Mapping, Sequence
@@ -69,7 +69,7 @@ def read_file(path: Path) -> bytes:
 
 
 def check_pair(image: bytes, mask: bytes, num_classes: int, where: str, name: str) -> None:
-    """See that both can be decoded and are of one size, and that the mask is 8-bit, of one channel and its labels right.
+    """See that both can be decoded and are of one size, the mask has one channel of 8 bits, and its labels are right.
 
     Args:
         image: The image file's bytes.
