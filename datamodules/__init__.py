@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from lapbench.datamodules.images import ImageShards
     from lapbench.datamodules.manifest import Manifest, Shard
     from lapbench.datamodules.mixtures import ChatSource
+    from lapbench.datamodules.segmentation import ADE20K, SegmentationFolder
     from lapbench.datamodules.text import TextShards
     from lapbench.datamodules.token_manifest import TokenManifest
     from lapbench.datamodules.tokenizer import Tokenizer
     from lapbench.datamodules.transforms import TrainTransform
 
 __all__ = [
+    "ADE20K",
     "CIFAR10",
     "CIFAR100",
     "Chat",
@@ -30,6 +32,7 @@ __all__ = [
     "ImageShards",
     "Manifest",
     "PyDocs",
+    "SegmentationFolder",
     "Shard",
     "TextShards",
     "TokenManifest",
@@ -38,12 +41,14 @@ __all__ = [
 ]
 
 _HOMES = {
+    "ADE20K": "segmentation",
     "Chat": "chat",
     "ChatSource": "mixtures",
     "FineWebEdu": "builtin_text",
     "ImageShards": "images",
     "Manifest": "manifest",
     "PyDocs": "builtin_text",
+    "SegmentationFolder": "segmentation",
     "Shard": "manifest",
     "TextShards": "text",
     "TokenManifest": "token_manifest",
