@@ -7,7 +7,13 @@ from lapbench.results.metrics import SPLITS, MetricKind, kind_of, split_of
 from lapbench.results.record import Record
 
 
-def caption(metrics: Sequence[str], records: Sequence[Record], stages: Sequence[str], compared_with: str | None) -> str:
+def caption(
+    metrics: Sequence[str],
+    records: Sequence[Record],
+    stages: Sequence[str],
+    compared_with: str | None,
+    references: Sequence[str] = (),
+) -> str:
     """One line: metrics, split, stage, statistic, and which checkpoint was scored.
 
     Args:
@@ -15,6 +21,7 @@ def caption(metrics: Sequence[str], records: Sequence[Record], stages: Sequence[
         records: whose values it shows.
         stages: of the chains that they are in.
         compared_with: the baseline, if the table holds differences to it.
+        references: names of the rows below the schedules.
     """
     data = {record.data for record in records}
     of = next(iter(data)) if len(data) == 1 else ""
@@ -35,6 +42,8 @@ def caption(metrics: Sequence[str], records: Sequence[Record], stages: Sequence[
         some = " (in points where the metric is in %)" if True in percent else ""
         points = " in points" if percent == {True} else some
         parts.append(f"Δ: difference to {compared_with}{points}, before rounding")
+    if references:
+        parts.append(f"for reference, neither ranked nor compared: {', '.join(references)}")
     return "; ".join(parts) + "."
 
 
