@@ -232,7 +232,7 @@ class _Classification(pl.LightningModule):
         device = self.database.features.device
         queries, labels = self.embedding(images).to(device), labels.to(device)
         counted = []
-        for piece, of_piece in zip(queries.split(AT_ONCE), labels.split(AT_ONCE), strict=True):
+        for piece, of_piece in zip(torch.split(queries, AT_ONCE), torch.split(labels, AT_ONCE), strict=True):
             padded = nn.functional.pad(piece, (0, 0, 0, AT_ONCE - len(piece)))
             votes = self.database.votes(padded, self.settings.k, self.settings.temperature)
             counted.append(hits(votes[:, : len(piece)], of_piece))
