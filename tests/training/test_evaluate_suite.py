@@ -162,7 +162,10 @@ RUN = "RUN"  # stands for the finished run
         ((RUN, *PROBE, "--linear.epochs", 0), "LinearProbe.epochs: expected at least 1, got 0"),
         ((RUN, *PROBE, "--lineer.epochs", 3), "unknown key 'lineer.epochs'; did you mean 'linear.'?"),
         ((RUN, *PROBE, "--knn.k", "[1]"), "unknown key 'knn.k': knn is not in --suite"),
-        ((RUN, *PROBE, "--data.val_fraction", 0.1), "unknown key 'data.val_fraction'; expected one below trainer, linear"),
+        (
+            (RUN, *PROBE, "--data.val_fraction", 0.1),
+            "unknown key 'data.val_fraction'; expected one below trainer, linear",
+        ),
         ((RUN, *PROBE, "--limit", 3), "--limit is for --tasks"),
         ((RUN, *PROBE, "--pretrained"), "--pretrained is for a timm model"),
         ((RUN, *PROBE, "--name", "Big"), "name of an evaluation"),
@@ -186,7 +189,10 @@ def test_mistakes_are_one_line(finished: Path, lapbench: Command, arguments: tup
     ("arguments", "message"),
     [
         (("--model.backbone.in_chans", 3), "Digits has 1: set model.backbone.in_chans 1"),
-        (("--model.backbone.img_size", 16), "takes images of 16 x 16 pixels, Digits gives 8 x 8: set data.image_size 16"),
+        (
+            ("--model.backbone.img_size", 16),
+            "takes images of 16 x 16 pixels, Digits gives 8 x 8: set data.image_size 16",
+        ),
         (("--trainer.max_epochs", 1), "trainer.max_epochs: expected 0, as a FrozenBackbone is not trained, got 1"),
         (("--weights", "nowhere.pth"), "weights: expected a file, nowhere.pth is none"),
         (("--data.valfraction", 1), "data: unknown key 'valfraction'; did you mean 'val_fraction'?"),
