@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from lapbench.backbones import VisionBackbone
 from lapbench.datamodules.images import ImageShards, Part
-from lapbench.datamodules.loader import ResumableLoader
 from lapbench.errors import UserError
 from lapbench.evaluation.base import Evaluation, FinishedTraining
 from lapbench.evaluation.features import AT_ONCE, image_token, last_tokens
+from lapbench.evaluation.plain_data import PlainData
 from lapbench.evaluation.processes import Processes
 
 TOPS = (1, 5)
@@ -197,28 +197,7 @@ def hits(votes: Tensor, labels: Tensor) -> Tensor:
 
 def _predict(run: FinishedTraining, module: pl.LightningModule, data: ImageShards, part: Part) -> list[Any]:
     """What ``module`` says of each batch of this process's share."""
-    return cast("list[Any]", run.trainer().predict(module, datamodule=_PartOfData(data, part)))
-
-
-class _PartOfData(pl.LightningDataModule):
-    """A part of the run's data, each sample once, without augmentation."""
-
-    def __init__(self, data: ImageShards, part: Part) -> None:
-        super().__init__()
-        self.data = data
-        self.part: Part = part
-
-    def prepare_data(self) -> None:
-        self.data.prepare_data()
-
-    def setup(self, stage: str) -> None:
-        self.data.setup()
-
-    def predict_dataloader(self) -> ResumableLoader:
-        return self.data.plain_dataloader(self.part)
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return self.data.on_after_batch_transfer(batch, dataloader_idx)
+    return cast("list[Any]", run.trainer().predict(module, datamodule=PlainData(data, part)))
 
 
 class _Embedding(pl.LightningModule):

@@ -10,11 +10,12 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 
 from lapbench.backbones import VisionBackbone
-from lapbench.datamodules.images import ImageShards
+from lapbench.datamodules.images import ImageShards, Part
 from lapbench.datamodules.plan import mixed
 from lapbench.errors import UserError
 from lapbench.evaluation.base import Evaluation, FinishedTraining
 from lapbench.evaluation.features import has_class_token
+from lapbench.evaluation.plain_data import PlainData
 from lapbench.evaluation.probe_features import CachedFeatures, Features
 from lapbench.evaluation.probe_head import Head, HeadGrid, HeadScores, Pooling, grid, parts_of
 from lapbench.evaluation.processes import Processes
@@ -24,6 +25,7 @@ DINOV2_LRS = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 
 DINOV2_BLOCKS = (1, 4)
 POOLINGS: tuple[Pooling, ...] = ("token", "token+avg", "avg")
 Split = Literal["val", "test"]
+Batch = tuple[Tensor, Tensor, list[str]]
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,10 @@ class LinearProbe(Evaluation):
         """Says before training what would only be found out after it."""
         if stage == "fit":
             backbone = cast(VisionBackbone, pl_module.backbone)
-            self._check(trainer.datamodule, trainer.world_size, backbone)  # type: ignore[attr-defined]
+            data, s = self._check(trainer.datamodule, trainer.world_size, backbone)  # type: ignore[attr-defined]
+            if s.batch_size > (samples := data.samples_of("train")):
+                expected = f"at most the {samples} training samples"
+                raise UserError(f"{type(self).__name__}.batch_size: expected {expected}, got {s.batch_size}")
 
     def evaluate(self, run: FinishedTraining) -> dict[str, Any]:
         """Trains the classifiers and scores the best one."""
@@ -177,13 +182,12 @@ class LinearProbe(Evaluation):
         features = Features(backbone, parts_of(heads))
         dim = features.dim(data, run.outer.strategy.root_device)
         classifiers = HeadGrid(heads, dim, data.num_classes, settings.init_std, seed)
-        reader = _Reader(features, data, classifiers)
+        probe = _Probe(features, classifiers, settings)
+        self._train(run, probe, data, seed)
 
-        self._train(run, classifiers, reader, settings, seed)
-
-        def scores_on(part: Any) -> dict[str, list[float]]:
-            run.trainer().validate(reader, dataloaders=data.plain_dataloader(part), verbose=False)
-            return reader.found
+        def scores_on(part: Part) -> dict[str, list[float]]:
+            run.trainer().validate(probe, datamodule=PlainData(data, part), verbose=False)
+            return probe.scores
 
         section: dict[str, Any] = {"chosen_on": None}
         best = 0
@@ -199,18 +203,15 @@ class LinearProbe(Evaluation):
         metrics = {f"{self.name}/{key}": values[best] for key, values in scores.items()}
         return {"metrics": metrics, "settings": asdict(settings), **section, "chosen": asdict(heads[best])}
 
-    def _train(
-        self, run: FinishedTraining, classifiers: HeadGrid, reader: "_Reader", settings: ProbeSettings, seed: int
-    ) -> None:
-        data: pl.LightningDataModule = reader.data
-        if settings.cache_features:
-            predicted = run.trainer().predict(reader, dataloaders=reader.data.plain_dataloader("train"))
+    def _train(self, run: FinishedTraining, probe: "_Probe", images: ImageShards, seed: int) -> None:
+        data: pl.LightningDataModule = images
+        if self.settings.cache_features:
+            predicted = run.trainer().predict(probe, datamodule=PlainData(images, "train"))
             processes = Processes.of(run.outer)
             parts = zip(*cast("list[tuple[Tensor, Tensor]]", predicted), strict=True)
             features, labels = (processes.cat(torch.cat(part)) for part in parts)
-            data = CachedFeatures(features, labels, reader.data.batch_size, seed, processes)
-        probe = _Probe(classifiers, None if settings.cache_features else reader.features, settings)
-        trainer = run.trainer(settings.epochs)
+            data = CachedFeatures(features, labels, images.batch_size, seed, processes)
+        trainer = run.trainer(self.settings.epochs)
         trainer.fit(probe, datamodule=data, ckpt_path=run.checkpoint, weights_only=True)
 
     def _check(
@@ -238,10 +239,7 @@ class LinearProbe(Evaluation):
             raise UserError(
                 f"{me}.select_fraction: expected more than 0 to choose the best of {len(s.heads)} classifiers, got 0"
             )
-        held_out = data.for_evaluation(s.batch_size // world_size, seed, s.select_fraction)
-        if s.batch_size > (samples := held_out.samples_of("train")):
-            raise UserError(f"{me}.batch_size: expected at most the {samples} training samples, got {s.batch_size}")
-        return held_out, s
+        return data.for_evaluation(s.batch_size // world_size, seed, s.select_fraction), s
 
 
 def _distinct(values: Sequence[Any]) -> bool:
@@ -252,42 +250,19 @@ def _show(value: Any) -> str:
     return ", ".join(map(str, value)) or "none" if isinstance(value, tuple | list) else str(value)
 
 
-class _Reader(pl.LightningModule):
-    """Reads images: ``predict`` gives their features and labels, ``validate`` the scores of the classifiers."""
-
-    def __init__(self, features: Features, data: ImageShards, classifiers: HeadGrid) -> None:
-        super().__init__()
-        self.features = features
-        self.data = data
-        self.classifiers = classifiers
-        self.scores = HeadScores(len(classifiers.shares), data.num_classes)
-        self.found: dict[str, list[float]] = {}
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Normalises the images, as the data module has it done."""
-        return self.data.on_after_batch_transfer(batch, dataloader_idx)
-
-    def predict_step(self, batch: tuple[Tensor, Tensor, Any], batch_idx: int) -> tuple[Tensor, Tensor]:
-        images, labels, _ = batch
-        return self.features(images).cpu(), labels.cpu()
-
-    def validation_step(self, batch: tuple[Tensor, Tensor, Any], batch_idx: int) -> None:
-        images, labels, _ = batch
-        self.scores.update(self.classifiers(self.features(images)), labels)
-
-    def on_validation_epoch_end(self) -> None:
-        self.found = self.scores.compute()
-        self.scores.reset()
-
-
 class _Probe(pl.LightningModule):
-    """Trains the classifiers. The backbone is no module of it: checkpoints, optimizer and DDP must not see it."""
+    """Trains the classifiers; ``validate`` scores them, ``predict`` gives features and labels.
 
-    def __init__(self, classifiers: HeadGrid, features: Features | None, settings: ProbeSettings) -> None:
+    The backbone is no module of it: checkpoints, optimizer and DDP must not see it.
+    """
+
+    def __init__(self, features: Features, classifiers: HeadGrid, settings: ProbeSettings) -> None:
         super().__init__()
-        self.classifiers = classifiers
         self.features = features
+        self.classifiers = classifiers
         self.settings = settings
+        self.scored = HeadScores(len(classifiers.shares), classifiers.num_classes)
+        self.scores: dict[str, list[float]] = {}
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         s = self.settings
@@ -300,5 +275,17 @@ class _Probe(pl.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         inputs, labels = batch
-        features = self.features(inputs) if self.features is not None else inputs
+        features = inputs if self.settings.cache_features else self.features(inputs)
         return self.classifiers.loss(features, labels, self.settings.weight_decay)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        images, labels, _ = batch
+        self.scored.update(self.classifiers(self.features(images)), labels)
+
+    def on_validation_epoch_end(self) -> None:
+        self.scores = self.scored.compute()
+        self.scored.reset()
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> tuple[Tensor, Tensor]:
+        images, labels, _ = batch
+        return self.features(images).cpu(), labels.cpu()

@@ -1,6 +1,7 @@
 """What the heads of a linear probe see: parts read off a frozen backbone, streamed or kept in memory."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -71,6 +72,10 @@ class CachedFeatures(pl.LightningDataModule):
     def train_dataloader(self) -> "CachedFeatures":
         """Itself: Lightning iterates over it once an epoch."""
         return self
+
+    def val_dataloader(self) -> list[Any]:
+        """Nothing: training does not validate."""
+        return []
 
     def __len__(self) -> int:
         """Full batches of an epoch on each process."""
