@@ -8,12 +8,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lapbench.datamodules.builtin import CIFAR10, CIFAR100, Digits, ImageNet
+    from lapbench.datamodules.builtin import CIFAR10, CIFAR100, Digits, ImageNet, Shapes
     from lapbench.datamodules.builtin_text import FineWebEdu, PyDocs
     from lapbench.datamodules.chat import Chat
     from lapbench.datamodules.images import ImageShards
     from lapbench.datamodules.manifest import Manifest, Shard
     from lapbench.datamodules.mixtures import ChatSource
+    from lapbench.datamodules.multicrop import MultiCrop
     from lapbench.datamodules.segmentation import ADE20K, SegmentationFolder
     from lapbench.datamodules.text import TextShards
     from lapbench.datamodules.token_manifest import TokenManifest
@@ -31,8 +32,10 @@ __all__ = [
     "ImageNet",
     "ImageShards",
     "Manifest",
+    "MultiCrop",
     "PyDocs",
     "SegmentationFolder",
+    "Shapes",
     "Shard",
     "TextShards",
     "TokenManifest",
@@ -47,6 +50,7 @@ _HOMES = {
     "FineWebEdu": "builtin_text",
     "ImageShards": "images",
     "Manifest": "manifest",
+    "MultiCrop": "multicrop",
     "PyDocs": "builtin_text",
     "SegmentationFolder": "segmentation",
     "Shard": "manifest",
