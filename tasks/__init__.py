@@ -2,5 +2,6 @@
 
 from lapbench.tasks.classification import ImageClassification
 from lapbench.tasks.language_modeling import LanguageModeling
+from lapbench.tasks.segmentation import SemanticSegmentation
 
-__all__ = ["ImageClassification", "LanguageModeling"]
+__all__ = ["ImageClassification", "LanguageModeling", "SemanticSegmentation"]
