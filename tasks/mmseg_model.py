@@ -60,7 +60,7 @@ class TokenMaps(nn.Module):
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
             taken = self.backbone.forward_intermediates(images, self.blocks, norm=True)
         patches = [tokens[:, self.backbone.num_prefix_tokens :] for tokens in taken]
-        return tuple(tokens.transpose(1, 2).unflatten(2, (rows, columns)) for tokens in patches)
+        return tuple(tokens.transpose(1, 2).reshape(len(images), -1, rows, columns) for tokens in patches)
 
 
 class SharedBatchNorm2d(nn.BatchNorm2d):
@@ -71,9 +71,9 @@ class SharedBatchNorm2d(nn.BatchNorm2d):
         if not self.training or _processes() == 1:
             return super().forward(maps)
         axes = (0, 2, 3)
-        mean = all_reduce(maps.mean(axes)) / _processes()
+        mean: Tensor = all_reduce(maps.mean(axes)) / _processes()  # type: ignore[no-untyped-call]
         centred = maps - mean[:, None, None]
-        variance = all_reduce(centred.square().mean(axes)) / _processes()
+        variance: Tensor = all_reduce(centred.square().mean(axes)) / _processes()  # type: ignore[no-untyped-call]
         count = maps.numel() // maps.size(1) * _processes()
         with torch.no_grad():
             assert self.running_mean is not None
@@ -165,9 +165,7 @@ def build_model(
         backbone={"type": TokenMaps, "backbone": backbone, "blocks": blocks, "frozen": frozen},
         neck=neck,
         decode_head={**decode_head, **shared},
-        test_cfg=ConfigDict(
-            mode=inference.mode, crop_size=(inference.crop_size,) * 2, stride=(inference.stride,) * 2
-        ),
+        test_cfg=ConfigDict(mode=inference.mode, crop_size=(inference.crop_size,) * 2, stride=(inference.stride,) * 2),
         data_preprocessor={
             "type": SegDataPreProcessor,
             "mean": [255 * value for value in mean],

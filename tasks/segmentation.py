@@ -147,17 +147,12 @@ class SemanticSegmentation(pl.LightningModule):
         data = getattr(self.trainer, "datamodule", None)
         if data is None:
             return
-        what = type(data).__name__
         if data.num_classes != self.num_classes:
-            raise UserError(f"num_classes: the model has {self.num_classes}, the data set {what} has {data.num_classes}")
-        if data.channels != self.settings.in_chans:
-            raise UserError(f"data.channels: the backbone takes {self.settings.in_chans}, {what} gives {data.channels}")
-        check_whole_patches("data.crop_size", data.crop_size, self.patch_size)
-        if self.head == "upernet" and data.batch_size < 2:
-            raise UserError(f"data.batch_size: upernet normalises over 2 images or more, got {data.batch_size}")
-        if self.trainer.world_size > 1 and data.eval_batch_size < 2:
-            # Some processes would have a batch more than others, and wait for them in it.
-            raise UserError(f"data.eval_batch_size: several processes need at least 2, got {data.eval_batch_size}")
+            raise UserError(
+                f"num_classes: the model has {self.num_classes}, "
+                f"the data set {type(data).__name__} has {data.num_classes}"
+            )
+        check_data(self, data, self.trainer.world_size)
         # Images smaller than the crop are padded to it: all processes then have equally many pixels.
         preprocessor = self.model.data_preprocessor
         preprocessor.size, preprocessor.size_divisor = (data.crop_size, data.crop_size), None
@@ -233,6 +228,21 @@ class SemanticSegmentation(pl.LightningModule):
     def _log_scores(self, stage: Stage, scores: SegmentationScores) -> None:
         self.log_dict({f"{stage}/{name}": value for name, value in scores.compute().items()})
         scores.reset()
+
+
+def check_data(task: SemanticSegmentation, data: Any, world_size: int, where: str = "data.") -> None:
+    """UserError if the images and batches of a data module do not fit the task; ``where`` the settings stand."""
+    channels = task.settings.in_chans
+    if data.channels != channels:
+        raise UserError(f"{where}channels: the backbone takes {channels}, {type(data).__name__} gives {data.channels}")
+    check_whole_patches(f"{where}crop_size", data.crop_size, task.patch_size)
+    if task.head == "upernet" and data.batch_size < 2:
+        raise UserError(
+            f"{where}batch_size: upernet normalises over at least 2 images on each process, got {data.batch_size}"
+        )
+    if world_size > 1 and data.eval_batch_size < 2:
+        # Some processes would have a batch more than others, and wait for them in it.
+        raise UserError(f"{where}eval_batch_size: several processes need at least 2, got {data.eval_batch_size}")
 
 
 def check_whole_patches(name: str, size: int, patch: int) -> None:

@@ -3,5 +3,6 @@
 from lapbench.evaluation.base import Evaluation, FinishedTraining
 from lapbench.evaluation.language import LanguageEvaluation
 from lapbench.evaluation.linear_probe import LinearProbe
+from lapbench.evaluation.segmentation import Segmentation
 
-__all__ = ["Evaluation", "FinishedTraining", "LanguageEvaluation", "LinearProbe"]
+__all__ = ["Evaluation", "FinishedTraining", "LanguageEvaluation", "LinearProbe", "Segmentation"]

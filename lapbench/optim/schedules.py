@@ -43,8 +43,8 @@ class LRSchedule:
 def learning_rate(step: int, *, peak: float, total: int, warmup: int, settings: LRSchedule) -> float:
     """The learning rate of optimizer step ``step`` (0-based) of ``total``, after ``warmup`` linear ones.
 
-    ``learning_rate(total, ...)``, which a scheduler reaches after the last step, is ``min_lr`` for cosine and linear, and
-    ``final_fraction`` peaks for trapezoid.
+    ``learning_rate(total, ...)``, which a scheduler reaches after the last step, is ``min_lr`` for cosine and linear,
+    and ``final_fraction`` peaks for trapezoid.
     """
     if step < warmup:
         return settings.warmup_lr + (peak - settings.warmup_lr) * step / warmup
