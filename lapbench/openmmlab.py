@@ -31,7 +31,7 @@ def mmseg_imports() -> Iterator[None]:
         if (error.name or "").partition(".")[0] not in ("mmseg", "mmcv", "mmengine"):
             raise
         raise UserError(
-            f"segmentation needs mmsegmentation, and {error.name} is not installed: pip install 'lapbench[segmentation]'"
+            f"segmentation needs mmsegmentation, {error.name} is not installed: pip install 'lapbench[segmentation]'"
         ) from error
     finally:
         sys.stdout.write("".join(line for line in printed.getvalue().splitlines(True) if line.strip() != _PRINTED))

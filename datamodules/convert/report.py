@@ -2,10 +2,12 @@
 
 import shlex
 
+from lapbench.datamodules.convert import ade20k
 from lapbench.datamodules.convert.chat import Converted
 from lapbench.datamodules.convert.pipeline import DAMAGED
 from lapbench.datamodules.convert.token_shards import EMPTY
 from lapbench.datamodules.convert.tokenizer import Trained
+from lapbench.datamodules.layout import Layout
 from lapbench.datamodules.manifest import Manifest
 from lapbench.datamodules.token_manifest import TokenManifest
 
@@ -17,12 +19,15 @@ CONFIGS = {
 }
 
 
-def report(result: Manifest | TokenManifest | Trained | Converted, already: bool, out: str) -> str:
+def report(result: Manifest | TokenManifest | Trained | Converted | Layout, already: bool, out: str) -> str:
     """The lines on what a command made in ``out``, or found there."""
     if isinstance(result, Trained):
         lines = _tokenizer(result, out)
     elif isinstance(result, Converted):
         lines = _conversations(result, out)
+    elif isinstance(result, Layout):
+        lines = _masks(result, out)
+        lines[0] = "already converted: " * already + lines[0]
     else:
         lines = _images(result) if isinstance(result, Manifest) else _tokens(result)
         lines[0] = f"{'already converted: ' * already}{result.dataset}: {lines[0]} in {out}"
@@ -71,6 +76,16 @@ def _conversations(converted: Converted, out: str) -> list[str]:
     if converted.invalid:
         lines.append(f"invalid rows left out: {len(converted.invalid):,}; the first is {converted.invalid[0]}")
     return [*lines, f"next: make {out} one of data.init_args.sources, as in the config language/d20_midtrain"]
+
+
+def _masks(layout: Layout, out: str) -> list[str]:
+    images = " + ".join(f"{count:,} {split}" for split, count in layout.images.items())
+    lines = [f"{layout.dataset}: {images} images with masks of {layout.num_classes} classes in {out}"]
+    if layout.images != ade20k.IMAGES:
+        whole = " + ".join(f"{count:,}" for count in ade20k.IMAGES.values())
+        lines.append(f"this is not the whole benchmark, which has {whole} images")
+    config = "segmentation/ade20k_linear"
+    return [*lines, f"next: lapbench fit --config {config} --data.init_args.data_dir {shlex.quote(out)}"]
 
 
 def _files(shards: int, size: int) -> str:
