@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lapbench.datamodules.images import ImageShards
     from lapbench.datamodules.manifest import Manifest, Shard
     from lapbench.datamodules.mixtures import ChatSource
+    from lapbench.datamodules.multicrop import MultiCrop
     from lapbench.datamodules.text import TextShards
     from lapbench.datamodules.token_manifest import TokenManifest
     from lapbench.datamodules.tokenizer import Tokenizer
@@ -29,6 +30,7 @@ __all__ = [
     "ImageNet",
     "ImageShards",
     "Manifest",
+    "MultiCrop",
     "PyDocs",
     "Shard",
     "TextShards",
@@ -43,6 +45,7 @@ _HOMES = {
     "FineWebEdu": "builtin_text",
     "ImageShards": "images",
     "Manifest": "manifest",
+    "MultiCrop": "multicrop",
     "PyDocs": "builtin_text",
     "Shard": "manifest",
     "TextShards": "text",

@@ -2,7 +2,7 @@
 
 import random
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,7 @@ from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from lapbench.datamodules.indexed import IndexReader
 from lapbench.datamodules.loader import ResumableLoader
 from lapbench.datamodules.manifest import MANIFEST, Manifest
+from lapbench.datamodules.multicrop import MultiCrop, build_multicrop
 from lapbench.datamodules.normalization import Normalize
 from lapbench.datamodules.offsets import check_offsets
 from lapbench.datamodules.orders import IndexOrder, Order, StreamOrder
@@ -22,10 +23,16 @@ from lapbench.datamodules.transforms import TrainTransform, build_eval_transform
 from lapbench.errors import UserError
 
 LARGE = TrainTransform()
+# The parts of a data set; no two share a sample, except that ImageNet tests on its validation split.
+Part = Literal["train", "select", "val", "test"]
+Images = TypeVar("Images", bound="ImageShards")
 
 
 class ImageShards(ShardedData):
     """Loads one data set: ``(images [B, C, S, S] float32, labels [B] int64)``, predict batches with keys.
+
+    With ``multicrop`` the images of a training batch are a list with one tensor for each resolution: global crops
+    [B, V, C, S, S], then local crops [B, V', C, S', S'].
 
     Every process reads its own part of each epoch; evaluation sees each sample exactly once. The constants below say
     what the data set is. The loaders themselves yield uint8 images: a trainer has them normalised on the device,
@@ -38,6 +45,8 @@ class ImageShards(ShardedData):
         num_workers: Worker processes that load for one process; 0 loads in the process itself.
         image_size: Side of the square images in pixels that the model sees.
         train_transform: Augmentation of training images.
+        multicrop: Trains on several crops of each image, augmented as these settings say; train_transform then
+            augments only what evaluations train on (linear probes).
         crop_pct: Share of the shorter side that the evaluation's centre crop keeps.
         interpolation: Resizing in evaluation: bilinear, bicubic, nearest, lanczos, box or hamming.
         val_fraction: Share of the training split held out for validation; 0 holds out none. The held-out samples
@@ -73,6 +82,7 @@ class ImageShards(ShardedData):
         num_workers: int = 4,
         image_size: int = 224,
         train_transform: TrainTransform = LARGE,
+        multicrop: MultiCrop | None = None,
         crop_pct: float = 1.0,
         interpolation: str = "bicubic",
         val_fraction: float = 0.0,
@@ -108,8 +118,10 @@ class ImageShards(ShardedData):
         self.image_size = image_size
         self.val_fraction = val_fraction
         self.val_seed = val_seed
+        self.select_fraction = 0.0
         self.repeats = repeats
         self._train_transform = build_train_transform(train_transform, image_size, self.mean, self.std)
+        self._multicrop = build_multicrop(multicrop, image_size, self.channels) if multicrop is not None else None
         self._eval_transform = build_eval_transform(image_size, crop_pct, interpolation)
         self.normalize = Normalize(self.mean, self.std)
         self._manifest: Manifest | None = None
@@ -142,54 +154,110 @@ class ImageShards(ShardedData):
             self._offsets = {split: check_offsets(self.data_dir, manifest, split) for split in manifest.splits}
         self._manifest = manifest
 
+    def for_evaluation(self: Images, batch_size: int, seed: int, select_fraction: float = 0.0) -> Images:
+        """A copy for a second trainer, which trains on single images augmented by train_transform.
+
+        Args:
+            batch_size: Training samples in a batch of one process.
+            seed: Seed of order and augmentation.
+            select_fraction: Share of the training samples that the copy does not train on: ``select_dataloader`` has
+                them. Which ones depends on val_seed alone.
+
+        Raises:
+            UserError: select_fraction is out of range.
+        """
+        if not 0 <= select_fraction < 1:
+            raise UserError(f"select_fraction must be at least 0 and below 1, got {select_fraction}")
+        other = super().for_evaluation(batch_size, seed)
+        other.select_fraction = select_fraction
+        other._multicrop = None
+        return other
+
     def val_dataloader(self) -> ResumableLoader | list[Any]:
         """The held-out samples, else the data set's own validation split, else nothing."""
-        if self.val_fraction:
-            return self._loader(self.train_split, training=False, held_out=True)
-        return self._loader(self.val_split, training=False) if self.val_split is not None else []
+        return self._loader("val") if self._has_validation else []
 
     @property
     def _has_validation(self) -> bool:
         return self.val_fraction > 0 or self.val_split is not None
 
+    def select_dataloader(self) -> ResumableLoader:
+        """What ``for_evaluation`` held out of training to choose by, each sample once, in order."""
+        return self._loader("select")
+
     def test_dataloader(self) -> ResumableLoader:
         """The test split, each sample once, in order."""
-        return self._loader(self.test_split, training=False)
+        return self._loader("test")
+
+    def predict_dataloader(self) -> ResumableLoader:
+        """The test split as ``(images, labels, keys)``."""
+        return self.plain_dataloader("test")
+
+    def plain_dataloader(self, part: Part) -> ResumableLoader:
+        """``(images, labels, keys)`` of a part without augmentation: each sample once, in order.
+
+        Raises:
+            UserError: there is no such part.
+        """
+        return self._loader(part, with_keys=True)
+
+    def samples_of(self, part: Part) -> int:
+        """Samples of a part, in all processes together.
+
+        Raises:
+            UserError: there is no such part.
+        """
+        split, in_use = self._members(part)
+        return self._described.samples(split) if in_use is None else int(in_use.sum())
 
     def on_after_batch_transfer(self, batch: tuple[Any, ...], dataloader_idx: int) -> tuple[Any, ...]:
         """Normalise the images on the device that the batch was moved to; Lightning calls this in every stage."""
         images, *rest = batch
-        return (self.normalize(images), *rest)
-
-    def predict_dataloader(self) -> ResumableLoader:
-        """The test split as ``(images, labels, keys)``."""
-        return self._loader(self.test_split, training=False, with_keys=True)
+        normalized = [self.normalize(crops) for crops in images] if isinstance(images, list) else self.normalize(images)
+        return (normalized, *rest)
 
     def _train_loader(self) -> ResumableLoader:
-        return self._loader(self.train_split, training=True, held_out=False)
+        return self._loader("train", training=True)
 
-    def _loader(
-        self, split: str, training: bool, held_out: bool | None = None, with_keys: bool = False
-    ) -> ResumableLoader:
-        """A loader over a split; ``held_out`` selects one side of the validation cut, None takes the whole split."""
-        if self._manifest is None:
-            raise RuntimeError("call setup() before asking for a dataloader")
-        in_use = None
-        if held_out is not None and self.val_fraction:
-            chosen = held_out_samples(self._manifest.samples(split), self.val_fraction, self.val_seed)
-            in_use = chosen if held_out else ~chosen
+    def _loader(self, part: Part, training: bool = False, with_keys: bool = False) -> ResumableLoader:
+        split, in_use = self._members(part)
         stream = ShardStream(
             self._order(split, training, in_use),
-            self._train_transform if training else self._eval_transform,
+            (self._multicrop or self._train_transform) if training else self._eval_transform,
             channels=self.channels,
             with_keys=with_keys,
         )
         return self._over(stream)
 
+    @property
+    def _described(self) -> Manifest:
+        if self._manifest is None:
+            raise RuntimeError("call setup() before asking for samples")
+        return self._manifest
+
+    def _members(self, part: Part) -> tuple[str, npt.NDArray[np.bool_] | None]:
+        """The split that a part is in, and which of its samples belong to it: bool [samples], None for all."""
+        if part == "test":
+            return self.test_split, None
+        if part == "val" and not self.val_fraction:
+            if self.val_split is None:
+                raise UserError(f"{type(self).__name__} has no validation split: hold one out with val_fraction > 0")
+            return self.val_split, None
+        if part == "select" and not self.select_fraction:
+            raise UserError(f"{type(self).__name__} holds no samples out to choose by: select_fraction is 0")
+        left = np.ones(self._described.samples(self.train_split), np.bool_)
+        for name, fraction in (("val", self.val_fraction), ("select", self.select_fraction)):
+            if fraction:
+                chosen = np.zeros_like(left)
+                chosen[left] = held_out_samples(int(left.sum()), fraction, self.val_seed, name)
+                if part == name:
+                    return self.train_split, chosen
+                left &= ~chosen
+        return self.train_split, None if left.all() else left
+
     def _order(self, split: str, training: bool, in_use: npt.NDArray[np.bool_] | None) -> Order:
         """Which samples make up the batches of this process."""
-        assert self._manifest is not None
-        shards = [ShardFile(self._url(shard.file), shard.samples) for shard in self._manifest.split(split)]
+        shards = [ShardFile(self._url(shard.file), shard.samples) for shard in self._described.split(split)]
         plan = self._plan(training)
         if self.reader == "index":
             reader = IndexReader(shards, self._offsets[split], self.num_classes, in_use)
@@ -198,15 +266,22 @@ class ImageShards(ShardedData):
         return StreamOrder(plan(stream.counts()), stream, self.shuffle_buffer)
 
 
-def held_out_samples(samples: int, fraction: float, seed: int) -> npt.NDArray[np.bool_]:
-    """Choose the validation samples of a split: bool [samples], ``round(samples * fraction)`` of them true.
+def held_out_samples(samples: int, fraction: float, seed: int, part: str = "val") -> npt.NDArray[np.bool_]:
+    """Choose the samples that training does without: bool [samples], ``round(samples * fraction)`` of them true.
+
+    Args:
+        samples: Number of samples to choose from.
+        fraction: Share of them, above 0 and below 1.
+        seed: Seed of the choice.
+        part: What they are for, ``val`` or ``select``: each draws its own.
 
     Raises:
         UserError: the fraction leaves one side without samples.
     """
     count = round(samples * fraction)
     if not 0 < count < samples:
-        raise UserError(f"val_fraction {fraction} of {samples} samples holds out {count}: both sides need some")
+        raise UserError(f"{part}_fraction {fraction} of {samples} samples holds out {count}: both sides need some")
     chosen = np.zeros(samples, np.bool_)
-    chosen[random.Random(mixed("validation", seed)).sample(range(samples), count)] = True
+    purpose = "validation" if part == "val" else part
+    chosen[random.Random(mixed(purpose, seed)).sample(range(samples), count)] = True
     return chosen

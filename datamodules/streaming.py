@@ -108,13 +108,18 @@ class ShardStream(BatchStream):
 
     Args:
         order: Which samples make up which batch.
-        transform: Decoded pixels (uint8 [H, W] or [H, W, 3]) to tensor [C, H, W].
+        transform: Decoded pixels (uint8 [H, W] or [H, W, 3]) to tensor [C, H, W], or to a list
+            of such tensors, which makes a list of batches.
         channels: 3 (RGB) or 1 (grey) for decoding.
         with_keys: Yield ``(images, labels, keys)``, keys being the samples' names.
     """
 
     def __init__(
-        self, order: Order, transform: Callable[[Pixels], Tensor], channels: int = 3, with_keys: bool = False
+        self,
+        order: Order,
+        transform: Callable[[Pixels], Tensor | list[Tensor]],
+        channels: int = 3,
+        with_keys: bool = False,
     ) -> None:
         super().__init__(order)
         self.transform = transform
@@ -145,7 +150,7 @@ class ShardStream(BatchStream):
         content = (*batch, [sample.key for sample in samples]) if self.with_keys else batch
         return Loaded(content, [_name(draws[place].sample) for place in damaged])
 
-    def _image(self, epoch: int, draw: Draw, sample: Sample) -> Tensor | Failure:
+    def _image(self, epoch: int, draw: Draw, sample: Sample) -> Tensor | list[Tensor] | Failure:
         """The image of ``sample``, augmented as ``draw``; or why it cannot be decoded."""
         if self.plan.training:
             seed_sample(mixed(self.plan.seed, epoch, draw.sample.number, draw.repeat))

@@ -26,6 +26,7 @@ Transform = Callable[[Pixels], Tensor]
 
 CROPS = ("rrc", "rkrc", "rkrr", "src", "none")
 INTERPOLATIONS = ("bilinear", "bicubic", "nearest", "lanczos", "box", "hamming", "random")
+FIXED_INTERPOLATIONS = tuple(name for name in INTERPOLATIONS if name != "random")
 BACKENDS = ("pil", "tensor")
 PADDINGS = ("constant", "reflect", "edge", "symmetric")
 _NUMBER = r"\d+(\.\d+)?"
@@ -141,10 +142,10 @@ def build_eval_transform(image_size: int, crop_pct: float = 1.0, interpolation: 
     Raises:
         UserError: a setting that is unknown or out of range.
     """
-    _within("image_size", image_size, 1, None)
+    check_within("image_size", image_size, 1, None)
     if not 0 < crop_pct <= 1:
         raise UserError(f"crop_pct must be in (0, 1], got {crop_pct}")
-    _one_of("interpolation", interpolation, tuple(name for name in INTERPOLATIONS if name != "random"))
+    check_one_of("interpolation", interpolation, FIXED_INTERPOLATIONS)
     shorter = math.floor(image_size / crop_pct)
     resized: Transform = transforms.Compose([Image.fromarray, *_centre(shorter, image_size, interpolation), planes])
     return SameSize(image_size, resized) if crop_pct == 1.0 else resized
@@ -163,17 +164,17 @@ def _fixed_crop(settings: TrainTransform, size: int) -> list[Transform]:
 
 
 def _check(settings: TrainTransform, image_size: int) -> None:
-    _within("image_size", image_size, 1, None)
-    _one_of("crop", settings.crop, CROPS)
-    _one_of("padding_mode", settings.padding_mode, PADDINGS)
-    _one_of("erase_mode", settings.erase_mode, ("const", "rand", "pixel"))
-    _one_of("interpolation", settings.interpolation, INTERPOLATIONS)
-    _one_of("backend", settings.backend, BACKENDS)
+    check_within("image_size", image_size, 1, None)
+    check_one_of("crop", settings.crop, CROPS)
+    check_one_of("padding_mode", settings.padding_mode, PADDINGS)
+    check_one_of("erase_mode", settings.erase_mode, ("const", "rand", "pixel"))
+    check_one_of("interpolation", settings.interpolation, INTERPOLATIONS)
+    check_one_of("backend", settings.backend, BACKENDS)
     for name in ("hflip", "erase_prob"):
-        _within(name, getattr(settings, name), 0, 1)
-    _within("color_jitter", settings.color_jitter, 0, None)
-    _within("padding", settings.padding, 0, image_size - 1 if settings.padding_mode == "reflect" else None)
-    _within("erase_count", settings.erase_count, 1, None)
+        check_within(name, getattr(settings, name), 0, 1)
+    check_within("color_jitter", settings.color_jitter, 0, None)
+    check_within("padding", settings.padding, 0, image_size - 1 if settings.padding_mode == "reflect" else None)
+    check_within("erase_count", settings.erase_count, 1, None)
     if settings.interpolation == "random" and settings.crop not in ("rrc", "rkrc", "rkrr"):
         raise UserError(f"interpolation 'random' needs crop rrc, rkrc or rkrr, got {settings.crop!r}")
     if settings.backend == "tensor":
@@ -183,14 +184,8 @@ def _check(settings: TrainTransform, image_size: int) -> None:
             raise UserError(
                 f"backend 'tensor' needs interpolation bilinear, bicubic or random, got {settings.interpolation!r}"
             )
-    for name in ("scale", "ratio"):
-        bounds = getattr(settings, name)
-        if bounds is None:
-            continue
-        if not 0 < bounds[0] <= bounds[1] or (name == "scale" and bounds[1] > 1):
-            raise UserError(
-                f"{name} must be two rising positive numbers{', at most 1' * (name == 'scale')}, got {bounds}"
-            )
+    check_bounds("scale", settings.scale, 1)
+    check_bounds("ratio", settings.ratio, None)
     if settings.auto_augment is not None:
         check_auto_augment(settings.auto_augment)
 
@@ -209,12 +204,21 @@ def check_auto_augment(text: str) -> None:
             raise UserError(f"auto_augment: unknown part {section!r} in {text!r}")
 
 
-def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+def check_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """UserError if the setting ``name`` is not among ``choices``."""
     if value not in choices:
         raise UserError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
-def _within(name: str, value: float, low: float, high: float | None) -> None:
+def check_within(name: str, value: float, low: float, high: float | None) -> None:
+    """UserError if the setting ``name`` is below ``low`` or above ``high``."""
     if not low <= value or (high is not None and value > high):
         bounds = f"at least {low}" if high is None else f"in {low}..{high}"
         raise UserError(f"{name} must be {bounds}, got {value}")
+
+
+def check_bounds(name: str, bounds: tuple[float, float] | None, high: float | None) -> None:
+    """UserError if the setting ``name`` is given and not two rising positive numbers, at most ``high``."""
+    if bounds is not None and (not 0 < bounds[0] <= bounds[1] or (high is not None and bounds[1] > high)):
+        limit = "" if high is None else f", at most {high}"
+        raise UserError(f"{name} must be two rising positive numbers{limit}, got {bounds}")

@@ -1,4 +1,4 @@
-"""The one exception for mistakes that a user can make and mend, and the command-line parser that raises it."""
+"""The one exception for mistakes that a user can make and mend, the command-line parser that raises it, its numbers."""
 
 import argparse
 from typing import Any, NoReturn
@@ -20,3 +20,19 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see `{self.prog} --help`)")
+
+
+def positive(value: str) -> int:
+    """The type of an argument that is a whole number of at least 1."""
+    return _at_least(1, value)
+
+
+def natural(value: str) -> int:
+    """The type of an argument that is a whole number of at least 0."""
+    return _at_least(0, value)
+
+
+def _at_least(least: int, value: str) -> int:
+    if not value.isdecimal() or int(value) < least:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}, got {value!r}")
+    return int(value)

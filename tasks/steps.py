@@ -49,9 +49,13 @@ def log_step(task: pl.LightningModule, model: nn.Module, optimizer: Optimizer) -
 def with_schedule(trainer: pl.Trainer, optimizer: Optimizer, settings: LRSchedule) -> OptimizerLRScheduler:
     """The optimizer with its schedule, stepped after each of its steps, for ``configure_optimizers``.
 
+    With ``trainer.max_epochs`` 0 there are no steps, and so no schedule.
+
     Raises:
         UserError: Training has no end, or the schedule does not fit it.
     """
+    if trainer.max_epochs == 0:
+        return optimizer
     trainer.fit_loop.setup_data()  # the estimate does so only where it needs the number of batches
     total = trainer.estimated_stepping_batches
     if not math.isfinite(total):

@@ -4,12 +4,15 @@ from typing import Any
 
 from lapbench.backbones.decoder import Decoder, build_decoder
 from lapbench.backbones.decoder_presets import DecoderSettings, is_decoder
-from lapbench.backbones.vision import VisionBackbone, VisionSettings, build_vision_backbone
+from lapbench.backbones.pixels import Pixels
+from lapbench.backbones.vision import VisionSettings, build_vision_backbone
+from lapbench.backbones.vision_backbone import VisionBackbone
 from lapbench.errors import UserError
 
 __all__ = [
     "Decoder",
     "DecoderSettings",
+    "Pixels",
     "VisionBackbone",
     "VisionSettings",
     "build_backbone",

@@ -1,7 +1,6 @@
 """Any timm vision transformer, with a head schedule."""
 
 import difflib
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -11,62 +10,14 @@ from timm.layers import DropPath
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor, nn
+from torch import nn
 
-from lapbench.backbones.attention import MixedHeads, attention_of, set_head_kinds
+from lapbench.backbones.attention import attention_of, set_head_kinds
+from lapbench.backbones.pixels import Pixels
+from lapbench.backbones.vision_backbone import VisionBackbone
 from lapbench.backbones.weights import load_weights
 from lapbench.errors import UserError
 from lapbench.heads.schedule import HeadSchedule
-
-
-class VisionBackbone(nn.Module):
-    """Mixed in before a timm model class: what lapbench asks of every backbone. Keys and forward stay timm's.
-
-    Attributes:
-        embed_dim: Width D of the tokens.
-        num_layers: Number of blocks L.
-        num_heads: Heads H of each block.
-        num_prefix_tokens: Class and register tokens, first in the sequence.
-        schedule: Kind of each head.
-    """
-
-    embed_dim: int
-    num_layers: int
-    num_heads: int
-    num_prefix_tokens: int
-    schedule: HeadSchedule
-
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Turns recomputation of blocks in the backward pass on or off; heads then keep nothing of their own."""
-        super().set_grad_checkpointing(enable)  # type: ignore[misc]
-        for module in self.modules():
-            if isinstance(module, MixedHeads):
-                module.lean = not enable
-
-    def forward_intermediates(
-        self, x: Tensor, indices: int | Sequence[int] | None = None, *, norm: bool = False
-    ) -> list[Tensor]:
-        """Tokens after the chosen blocks.
-
-        Args:
-            x: Images, [B, C, H, W].
-            indices: The last n blocks for an int, all for None, or the blocks to take (negative ones from the end).
-            norm: Whether to apply the model's final norm.
-
-        Returns:
-            For each block in order of depth, [B, T, D], prefix tokens first.
-        """
-        taken = super().forward_intermediates(  # type: ignore[misc]
-            x,
-            indices=indices if indices is None or isinstance(indices, int) else list(indices),
-            norm=norm,
-            return_prefix_tokens=self.num_prefix_tokens > 0,  # timm's Eva fails where there are none to return
-            output_fmt="NLC",
-            intermediates_only=True,
-        )
-        if self.num_prefix_tokens == 0:
-            return list(taken)
-        return [torch.cat([prefix, tokens], dim=1) for tokens, prefix in taken]
 
 
 class ViTBackbone(VisionBackbone, VisionTransformer):
@@ -86,6 +37,8 @@ BACKBONES: dict[type[nn.Module], type[VisionBackbone]] = {
     VisionTransformerDistilled: DistilledViTBackbone,
     Eva: EvaBackbone,
 }
+PIXELS = "pixels"
+_OF_PIXELS = ("name", "heads", "img_size", "patch_size", "in_chans", "dynamic_img_size")
 
 
 @dataclass
@@ -93,7 +46,8 @@ class VisionSettings:
     """Settings of a vision backbone; None keeps what timm's model of that name has.
 
     Args:
-        name: A timm model with ``Attention``, ``AttentionRope`` or ``EvaAttention``: vit_*, deit3_*, eva*, ...
+        name: A timm model with ``Attention``, ``AttentionRope`` or ``EvaAttention``: vit_*, deit3_*, eva*, ...;
+            or "pixels", raw pixels as a reference, which has img_size, patch_size and in_chans only.
         heads: Head schedule: 6 (Laplacian heads in every layer), [0, 2, 2, 0] (for each layer), a name (0-12L,
             6L@last4, 4L+2D0.5) or a mapping of kinds to counts.
         pretrained: Whether to start from timm's pretrained weights (downloaded from the hub).
@@ -134,13 +88,13 @@ class VisionSettings:
 
 
 def build_vision_backbone(name: str, heads: Any = 0, *, num_classes: int = 1000, **settings: Any) -> VisionBackbone:
-    """Builds a timm vision transformer with a head schedule.
+    """Builds a timm vision transformer with a head schedule, or ``Pixels``.
 
     All-attention schedules give stock timm bit for bit; every schedule has timm's state-dict keys, so pretrained
     weights load in both directions (learned kinds add ``head_coefficients``).
 
     Args:
-        name: timm model name.
+        name: timm model name or "pixels".
         heads: Anything that ``HeadSchedule.parse`` reads.
         num_classes: Outputs of the classifier; 0 for none.
         **settings: The other fields of ``VisionSettings``; further names go to timm's model class.
@@ -151,6 +105,8 @@ def build_vision_backbone(name: str, heads: Any = 0, *, num_classes: int = 1000,
     known = {f.name for f in fields(VisionSettings)}
     options = {**settings.pop("options", {}), **{k: settings.pop(k) for k in settings.keys() - known}}
     s = VisionSettings(name, heads, options=options, **settings)
+    if name == PIXELS:
+        return _pixels(s, num_classes)
     model = _create(s, num_classes)
     backbone = _convert(model, s)
     if s.layer_scale == 0:
@@ -166,6 +122,31 @@ def build_vision_backbone(name: str, heads: Any = 0, *, num_classes: int = 1000,
     if s.compile:
         model.compile()
     return backbone
+
+
+def _pixels(s: VisionSettings, num_classes: int) -> Pixels:
+    unset = VisionSettings(s.name)
+    for setting in (f.name for f in fields(s) if f.name not in _OF_PIXELS):
+        if getattr(s, setting) != getattr(unset, setting):
+            raise UserError(
+                f"backbone {s.name}: expected no settings but {', '.join(_OF_PIXELS[2:])}, "
+                f"got {setting} {getattr(s, setting)!r}"
+            )
+    if num_classes:
+        raise UserError(
+            f"backbone {s.name}: nothing in it can be trained, it has no classifier: expected num_classes 0 "
+            f"(lapbench.tasks.FrozenBackbone, to evaluate it), got {num_classes}"
+        )
+    if s.patch_size is None:
+        raise UserError(f"backbone {s.name}: expected a patch_size in pixels, got none")
+    pixels = Pixels(s.patch_size, s.in_chans)
+    if s.img_size is not None and s.img_size % s.patch_size:
+        raise UserError(
+            f"backbone {s.name}: img_size: expected a multiple of the patch size {s.patch_size}, got {s.img_size}"
+        )
+    if HeadSchedule.parse(s.heads, pixels.num_layers, pixels.num_heads) != pixels.schedule:
+        raise UserError(f"backbone {s.name}: it has no heads: expected heads 0, got {s.heads!r}")
+    return pixels
 
 
 def _create(s: VisionSettings, num_classes: int) -> nn.Module:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from lapbench.backbones import VisionBackbone
+from lapbench.backbones import Pixels, VisionBackbone
 
 AT_ONCE = 32
 
@@ -39,13 +39,17 @@ def mean_patch_token(backbone: VisionBackbone, tokens: Tensor) -> Tensor:
 def image_token(backbone: VisionBackbone, tokens: Tensor) -> Tensor:
     """What stands for the image: its class token, or the mean of its patch tokens where there is none.
 
+    Raw pixels stand for themselves: of ``Pixels`` it is all tokens, one after the other.
+
     Args:
         backbone: Whose tokens they are.
         tokens: [B, T, D].
 
     Returns:
-        [B, D].
+        [B, D]; of ``Pixels`` [B, T D].
     """
+    if isinstance(backbone, Pixels):
+        return tokens.flatten(1)
     return tokens[:, 0] if has_class_token(backbone) else mean_patch_token(backbone, tokens)
 
 

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from torch import Tensor
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -44,6 +45,23 @@ class Processes:
         parts: list[list[R]] = [[] for _ in range(self.count)]
         dist.all_gather_object(parts, own, group=self.group)
         return [parts[i % self.count][i // self.count] for i in range(len(items))]
+
+    def cat(self, tensor: Tensor) -> Tensor:
+        """The rows of all processes, in the order of these, on all.
+
+        Args:
+            tensor: On the CPU, [n, ...]; n may differ between the processes, nothing else.
+        """
+        if self.count == 1:
+            return tensor
+        sizes = [0] * self.count
+        dist.all_gather_object(sizes, len(tensor), group=self.group)
+        whole = tensor.new_empty(sum(sizes), *tensor.shape[1:])
+        for rank, part in enumerate(whole.split(sizes)):
+            if rank == self.rank:
+                part.copy_(tensor)
+            dist.broadcast(part, src=rank, group=self.group)
+        return whole
 
     def of_first(self, value: T) -> T:
         """The first process's value, on all."""

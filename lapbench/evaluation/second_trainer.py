@@ -125,7 +125,7 @@ class KeepLast(Checkpoint):
 
 
 class ProgressLines(pl.Callback):
-    """A line on stderr every ten seconds of training: progress for log files."""
+    """A line on stderr every ten seconds of training or prediction: progress for log files."""
 
     def __init__(self, name: str, every_seconds: float = 10.0) -> None:
         self.name = name
@@ -136,8 +136,28 @@ class ProgressLines(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Prints epoch, batch and loss."""
-        if trainer.is_global_zero and time.monotonic() >= self._next:
-            self._next = time.monotonic() + self.every_seconds
+        if self._due(trainer):
             where = f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}"
             where += f", batch {batch_idx + 1}/{trainer.num_training_batches}"
             print(f"{self.name}: {where}  loss {float(outputs['loss']):.4g}", file=sys.stderr, flush=True)
+
+    def on_predict_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Prints what is predicted from, and the batch."""
+        if self._due(trainer):
+            what = type(pl_module).__name__.strip("_").lower()
+            where = f"{what}, batch {batch_idx + 1}/{trainer.num_predict_batches[dataloader_idx]}"
+            print(f"{self.name}: {where}", file=sys.stderr, flush=True)
+
+    def _due(self, trainer: pl.Trainer) -> bool:
+        if not trainer.is_global_zero or time.monotonic() < self._next:
+            return False
+        self._next = time.monotonic() + self.every_seconds
+        return True

@@ -1,6 +1,5 @@
 """``lapbench sweep``: run all runs of a sweep that are not finished yet, then print the table."""
 
-import argparse
 import shlex
 import shutil
 import sys
@@ -8,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from lapbench.errors import ArgumentParser, UserError
+from lapbench.errors import ArgumentParser, UserError, positive
 from lapbench.process import lock_folder
 from lapbench.results.files import write_atomically
 from lapbench.results.formats import emit, markdown, text
@@ -41,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("sweep", metavar="SWEEP", help="sweep file, by path or by name (quickstart)")
     parser.add_argument("--out", metavar="DIR", type=Path, help="folder for the runs (default: runs/NAME of the sweep)")
-    parser.add_argument("--jobs", metavar="N", type=_positive, default=1, help="runs at a time (default: 1)")
+    parser.add_argument("--jobs", metavar="N", type=positive, default=1, help="runs at a time (default: 1)")
     parser.add_argument(
         "--dry-run", action="store_true", help="print what would be done, with the command of each run, and do nothing"
     )
@@ -52,12 +51,6 @@ def main(argv: Sequence[str]) -> int:
         emit(dry_run(sweep.plan(), out))
         return 0
     return launch(sweep.plan(), out, arguments.jobs)
-
-
-def _positive(value: str) -> int:
-    if not value.isdecimal() or int(value) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {value!r}")
-    return int(value)
 
 
 def launch(plan: Plan, out: Path, jobs: int = 1, command: Sequence[str] = FIT) -> int:

@@ -21,13 +21,16 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lapbench.errors import UserError
 from lapbench.evaluation.after_fit import evaluations_of, join_processes, missing
 from lapbench.process import children_die_with_this_process, die_with_parent
-from lapbench.results.record import write_record
+from lapbench.results.record import read_record, write_record
 from lapbench.training import evaluate_command
+from lapbench.training.evaluate_arguments import Request
+from lapbench.training.evaluate_arguments import parse_request as parse_evaluation
 from lapbench.training.evaluating import evaluate_after_fit
 from lapbench.training.generating import cli_arguments, parse_request, written
 from lapbench.training.parser import CLI
 from lapbench.training.predictions import PredictionWriter
 from lapbench.training.recording import RecordWriter
+from lapbench.training.stock_model import fit_arguments
 from lapbench.training.stop_signals import INTERRUPTED, Interrupted
 
 _FULL_OR_READ_ONLY = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO)
@@ -35,6 +38,9 @@ _EXPECTED_WARNINGS: dict[str, type[Warning]] = {
     ".*does not have many workers": UserWarning,  # tiny data sets are fastest without
     ".*is smaller than the logging interval": UserWarning,
     "Checkpoint directory .* exists and is not empty": UserWarning,  # a resumed run's
+    # A task without labels has no score to validate, a frozen backbone nothing to optimize.
+    ".*have no `validation_step`": UserWarning,
+    ".*this fit will run with no optimizer": UserWarning,
     ".*callbacks used to create the checkpoint need to be provided": UserWarning,  # scoring needs none of them
     # Each process's clock sees the whole step: the first one's speaks for all.
     ".*'train/(samples_per_second|tokens_per_second|mfu)'.*sync_dist=True": UserWarning,
@@ -58,7 +64,7 @@ def fit(argv: Sequence[str]) -> int:
             cli.run_folder.release()
 
 
-def _fit(cli: CLI) -> int:
+def _fit(cli: CLI, folder_option: str = "--run.dir") -> int:
     folder, trainer = cli.run_folder, cli.trainer
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     writer = next(c for c in callbacks if isinstance(c, RecordWriter))
@@ -69,7 +75,7 @@ def _fit(cli: CLI) -> int:
         _say(cli, f"{folder.path}: this run has finished already; its results are in record.json")
         return 0
     last = folder.last_checkpoint
-    doing = "evaluating" if trained else "training"
+    doing = "evaluating" if trained or trainer.max_epochs == 0 else "training"
     _say(cli, f"{doing} in {folder.path}{' from its last checkpoint on' if last else ''}")
     cli.stop_signals.install()
     try:
@@ -79,6 +85,8 @@ def _fit(cli: CLI) -> int:
             writer.resume(trainer)
         else:
             trainer.fit(cli.model, cli.datamodule, ckpt_path=last, weights_only=True)
+            if trainer.max_epochs == 0 and last is None:  # no epoch's end has saved the initial weights
+                trainer.save_checkpoint(folder.checkpoint_file("last"))
             choice = folder.settings.test
             metrics = {} if choice == "none" else _score(cli, "test", folder.checkpoint_file(choice))
             scored = choice != "none" or bool(todo)
@@ -86,7 +94,7 @@ def _fit(cli: CLI) -> int:
         failed = evaluate_after_fit(cli, writer, todo) if todo else []
         writer.finish(trainer)
     except Interrupted as stop:
-        _say(cli, f"interrupted; the same command with --run.dir {folder.path} goes on")
+        _say(cli, f"interrupted; the same command with {folder_option} {folder.path} goes on")
         _leave_group(wait=stop.together)
         return INTERRUPTED if _tells_its_status(trainer) else 0
     _say(cli, f"finished: {folder.path}  {_show(metrics)}".rstrip())
@@ -155,21 +163,37 @@ def generate(argv: Sequence[str]) -> int:
 
 
 def evaluate(argv: Sequence[str]) -> int:
-    """``lapbench evaluate``: evaluates a run, writes the scores into its record and prints them as JSON.
+    """``lapbench evaluate``: evaluates a run or a timm model, keeps the scores in a record, prints them as JSON.
 
     Returns:
-        0, or 1 when an evaluation failed.
+        0, 1 when an evaluation failed, or 75 when interrupted.
     """
-    request = evaluate_command.parse_request(argv)
-    evaluations = evaluate_command.evaluations_of(request)
+    request = parse_evaluation(argv)
+    evaluations = request.evaluations()
     die_with_parent()
     with _user_errors(), children_die_with_this_process():
+        if request.run is None:
+            return _evaluate_model(request)
         arguments = evaluate_command.cli_arguments(request)
         with evaluate_command.locked(request.run):
             cli = _parse("evaluate", arguments)
             failed = evaluate_command.evaluate_run(cli, request, evaluations)
         _leave_group(wait=True)
         return 1 if failed and _tells_its_status(cli.trainer) else 0
+
+
+def _evaluate_model(request: Request) -> int:
+    """A run of 0 epochs, whose evaluations ``fit`` resumes like any other's."""
+    cli = _parse("fit", fit_arguments(request), name=request.options.what)
+    try:
+        status = _fit(cli, "--out")
+        folder = cli.run_folder.path
+        assert folder is not None
+        if status != INTERRUPTED and cli.trainer.is_global_zero:
+            evaluate_command.print_metrics(read_record(folder).metrics)
+        return status
+    finally:
+        cli.run_folder.release()
 
 
 def _evaluate(command: str, argv: Sequence[str]) -> int:
@@ -195,12 +219,12 @@ def _score(cli: CLI, command: str, checkpoint: Path | None) -> dict[str, float]:
     return {name: float(value) for result in results for name, value in result.items()}
 
 
-def _parse(command: str, argv: Sequence[str]) -> CLI:
+def _parse(command: str, argv: Sequence[str], name: str | None = None) -> CLI:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)  # its remarks would stand around an error's one line
     for message, category in _EXPECTED_WARNINGS.items():
         warnings.filterwarnings("ignore", message, category)
-    return CLI(command, argv)
+    return CLI(command, argv, name)
 
 
 def _show(metrics: dict[str, float]) -> str:

@@ -10,16 +10,10 @@ from lapbench.backbones.generation import generate
 from lapbench.config_files import load_yaml
 from lapbench.datamodules.conversations import render_prompt
 from lapbench.datamodules.tokenizer import Tokenizer
-from lapbench.errors import ArgumentParser, UserError
+from lapbench.errors import ArgumentParser, UserError, natural, positive
+from lapbench.training.existing_run import run_arguments
 from lapbench.training.parser import CLI
 from lapbench.training.run_folder import CONFIG
-
-# One process on what this machine has; weights that the model was built from are in its checkpoint, as are all others.
-_HERE = (
-    *("--trainer.accelerator", "auto", "--trainer.devices", "1", "--trainer.num_nodes", "1"),
-    *("--trainer.strategy", "auto", "--trainer.callbacks", "null"),
-    *("--model.backbone", "{weights: null, compile: false}"),
-)
 
 
 def parse_request(argv: Sequence[str]) -> argparse.Namespace:
@@ -33,11 +27,11 @@ def parse_request(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
     parser.add_argument("--prompt", metavar="TEXT", action="append", required=True, help="text; may be given again")
-    parser.add_argument("--max-tokens", metavar="N", type=_positive, default=128, help="most new tokens (default: 128)")
+    parser.add_argument("--max-tokens", metavar="N", type=positive, default=128, help="most new tokens (default: 128)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
-    parser.add_argument("--top-k", metavar="K", type=_positive, default=50, help="likeliest tokens to draw from (50)")
+    parser.add_argument("--top-k", metavar="K", type=positive, default=50, help="likeliest tokens to draw from (50)")
     parser.add_argument(
-        "--seed", type=_natural, default=0, help="of the first text, counted on for others (default: 0)"
+        "--seed", type=natural, default=0, help="of the first text, counted on for others (default: 0)"
     )
     parser.add_argument("--chat", action="store_true", help="the texts are questions of a user to answer")
     parser.add_argument("--ckpt", metavar="CKPT", help="last, best or a file (default: the one that the run declares)")
@@ -56,13 +50,11 @@ def cli_arguments(request: argparse.Namespace) -> list[str]:
     Raises:
         UserError: The folder holds no run, or one of another task.
     """
-    file = request.run / CONFIG
-    if not file.is_file():
-        raise UserError(f"{request.run}: expected the folder of a run, it has no {CONFIG}")
-    task = str(load_yaml(file)["model"]["class_path"]).rpartition(".")[2]
+    arguments = run_arguments(request.run)
+    task = str(load_yaml(request.run / CONFIG)["model"]["class_path"]).rpartition(".")[2]
     if task != "LanguageModeling":
         raise UserError(f"{request.run}: expected a run of LanguageModeling, got one of {task}")
-    return ["--config", str(file), "--run.dir", str(request.run), *_HERE]
+    return arguments
 
 
 def written(cli: CLI, request: argparse.Namespace) -> list[str]:
@@ -100,15 +92,3 @@ def written(cli: CLI, request: argparse.Namespace) -> list[str]:
         tokenizer.decode(tokens if request.chat else [*prompt[1:], *tokens])
         for prompt, tokens in zip(prompts, answers, strict=True)
     ]
-
-
-def _positive(value: str) -> int:
-    if not value.isdecimal() or int(value) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {value!r}")
-    return int(value)
-
-
-def _natural(value: str) -> int:
-    if not value.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 0, got {value!r}")
-    return int(value)

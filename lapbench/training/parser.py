@@ -12,6 +12,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 import lapbench.datamodules as datamodules
 import lapbench.evaluation as evaluation
@@ -54,9 +55,11 @@ class CLI(LightningCLI):
 
     run_folder: RunFolder
 
-    def __init__(self, command: str, argv: Sequence[str]) -> None:
+    def __init__(self, command: str, argv: Sequence[str], name: str | None = None) -> None:
         self.command = command
-        self.config_names = [value for _, value in _config_arguments(argv)]
+        names = [Path(value).stem for _, value in _config_arguments(argv)]
+        # A new run's folder is runs/NAME/...: by default the last config's.
+        self.name = name or (names[-1] if names else "run")
         self.stop_signals = StopSignals()
         super().__init__(
             LightningModule,
@@ -110,7 +113,7 @@ class CLI(LightningCLI):
         try:
             self.config_init = self.parser.instantiate(self.config)
         except Exception as error:
-            if (found := _user_error(error)) is not None:
+            if (found := user_error(error)) is not None:
                 raise found from error
             raise
         self.datamodule = self.config_init["data"]
@@ -124,12 +127,13 @@ class CLI(LightningCLI):
         """
         settings = RunSettings(**vars(self.config.run))
         seed = self._seed()
+        if self.command == "fit":
+            self._check_test(settings)
         if self.command != "fit":
             kwargs["enable_checkpointing"] = False
             self.run_folder = RunFolder.existing(settings)
         else:
-            name = Path(self.config_names[-1]).stem if self.config_names else "run"
-            label = f"{name}/{schedule_name(self.model)}-seed{seed}"
+            label = f"{self.name}/{schedule_name(self.model)}-seed{seed}"
             self.run_folder = RunFolder.take(settings, label, self._dump(), self.config.allow_layout_change)
         trainer = self.config_init["trainer"]
         if trainer["logger"] in (None, True):
@@ -163,6 +167,16 @@ class CLI(LightningCLI):
                 f"seed_everything: expected a whole number, got {seed!r}: a run without a seed cannot resume"
             )
         return seed
+
+    def _check_test(self, settings: RunSettings) -> None:
+        """UserError: a test that could not be made once training is done."""
+        if settings.test == "none":
+            return
+        if not is_overridden("test_step", self.model):
+            task = type(self.model).__name__
+            raise UserError(f"run.test: expected none, as {task} has no score to test, got {settings.test}")
+        if settings.test == "best" and self.config_init["trainer"]["max_epochs"] == 0:
+            raise UserError("run.test: expected last or none, as trainer.max_epochs 0 validates nothing, got best")
 
     def _dump(self) -> str:
         """The resolved configuration as YAML; it can be given to --config again."""
@@ -212,7 +226,7 @@ def _check_file(path: Path) -> None:
             raise UserError(f"{path}: unknown key {key!r}; {hint}")
 
 
-def _user_error(error: BaseException | None) -> UserError | None:
+def user_error(error: BaseException | None) -> UserError | None:
     """The ``UserError`` that another exception was raised from, if any."""
     while error is not None:
         if isinstance(error, UserError):

@@ -135,7 +135,8 @@ class RecordWriter(Checkpoint):
 
     @staticmethod
     def _progress(trainer: pl.Trainer) -> dict[str, int | None]:
-        max_steps = trainer.estimated_stepping_batches
+        # Lightning takes no epochs for one.
+        max_steps = trainer.estimated_stepping_batches if trainer.max_epochs != 0 else 0
         return {
             # Whole epochs, one that ends now among them.
             "epoch": trainer.fit_loop.epoch_progress.current.processed,  # type: ignore[attr-defined]

@@ -1,13 +1,12 @@
 """Training throughput."""
 
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor
 
 from lapbench.backbones import Decoder
 
@@ -70,11 +69,11 @@ class Throughput(pl.Callback):
         trainer: pl.Trainer,
         pl_module: pl.LightningModule,
         outputs: STEP_OUTPUT,
-        batch: tuple[Tensor, ...],
+        batch: Any,
         batch_idx: int,
     ) -> None:
         done, world = self._work, trainer.world_size
-        samples, tokens, flops = len(batch[0]) * world, 0, 0.0
+        samples, tokens, flops = samples_of(batch) * world, 0, 0.0
         if isinstance(pl_module.backbone, Decoder):
             tokens = batch[0].numel() * world
             flops = pl_module.backbone.flops_per_token(batch[0].size(1)) * tokens
@@ -110,6 +109,18 @@ class Throughput(pl.Callback):
             torch.cuda.synchronize()
         self._seconds += time.perf_counter() - self._since
         self._since = None
+
+
+def samples_of(batch: Any) -> int:
+    """Samples of a training batch.
+
+    Args:
+        batch: (images [B, ...], ...), (crops of each resolution [[B, V, ...], ...], ...) or {"inputs": B images, ...}.
+    """
+    if isinstance(batch, dict):
+        return len(batch["inputs"])
+    images = batch[0]
+    return len(images[0] if isinstance(images, list) else images)
 
 
 def bf16_peak(device: torch.device) -> float | None:
