@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from lapbench.datamodules.manifest import Manifest, Shard
     from lapbench.datamodules.mixtures import ChatSource
     from lapbench.datamodules.multicrop import MultiCrop
+    from lapbench.datamodules.segmentation import ADE20K, SegmentationFolder
     from lapbench.datamodules.text import TextShards
     from lapbench.datamodules.token_manifest import TokenManifest
     from lapbench.datamodules.tokenizer import Tokenizer
     from lapbench.datamodules.transforms import TrainTransform
 
 __all__ = [
+    "ADE20K",
     "CIFAR10",
     "CIFAR100",
     "Chat",
@@ -32,6 +34,7 @@ __all__ = [
     "Manifest",
     "MultiCrop",
     "PyDocs",
+    "SegmentationFolder",
     "Shard",
     "TextShards",
     "TokenManifest",
@@ -40,6 +43,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "ADE20K": "segmentation",
     "Chat": "chat",
     "ChatSource": "mixtures",
     "FineWebEdu": "builtin_text",
@@ -47,6 +51,7 @@ _HOMES = {
     "Manifest": "manifest",
     "MultiCrop": "multicrop",
     "PyDocs": "builtin_text",
+    "SegmentationFolder": "segmentation",
     "Shard": "manifest",
     "TextShards": "text",
     "TokenManifest": "token_manifest",

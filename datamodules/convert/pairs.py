@@ -5,11 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
-from PIL import Image
-
 from lapbench.datamodules.convert.progress import Bar
-from lapbench.datamodules.decoding import DAMAGE, decode_image
 from lapbench.datamodules.layout import SUFFIXES, list_files, pair_names
 from lapbench.errors import UserError
 
@@ -81,6 +77,11 @@ def check_pair(image: bytes, mask: bytes, num_classes: int, where: str, name: st
     Raises:
         UserError: naming the file, and the label where that is wrong.
     """
+    import numpy as np  # here and not above: `lapbench data` must start at once
+    from PIL import Image
+
+    from lapbench.datamodules.decoding import DAMAGE, decode_image
+
     image_file, mask_file = (f"{where}{file}" for file in pair_files(name))
     try:
         height, width = decode_image(image).shape[:2]
