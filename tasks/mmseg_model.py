@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from timm.layers import to_2tuple
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_reduce
 
 from lapbench.backbones import VisionBackbone
 from lapbench.errors import UserError
@@ -63,6 +62,20 @@ class TokenMaps(nn.Module):
         return tuple(tokens.transpose(1, 2).reshape(len(images), -1, rows, columns) for tokens in patches)
 
 
+class _Total(torch.autograd.Function):
+    """The sum over all processes; so is its gradient, as each has a loss of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return _Total.forward(ctx, gradient)
+
+
 class SharedBatchNorm2d(nn.BatchNorm2d):
     """Batch norm over the images of all processes, which have equally many: torch's ``SyncBatchNorm`` needs GPUs."""
 
@@ -71,9 +84,9 @@ class SharedBatchNorm2d(nn.BatchNorm2d):
         if not self.training or _processes() == 1:
             return super().forward(maps)
         axes = (0, 2, 3)
-        mean: Tensor = all_reduce(maps.mean(axes)) / _processes()  # type: ignore[no-untyped-call]
+        mean = _total(maps.mean(axes)) / _processes()
         centred = maps - mean[:, None, None]
-        variance: Tensor = all_reduce(centred.square().mean(axes)) / _processes()  # type: ignore[no-untyped-call]
+        variance = _total(centred.square().mean(axes)) / _processes()
         count = maps.numel() // maps.size(1) * _processes()
         with torch.no_grad():
             assert self.running_mean is not None
@@ -200,6 +213,11 @@ def patch_size(backbone: VisionBackbone) -> tuple[int, int]:
     """Height and width of a patch in pixels."""
     height, width = to_2tuple(getattr(backbone, "patch_embed", backbone).patch_size)
     return height, width
+
+
+def _total(values: Tensor) -> Tensor:
+    total: Tensor = _Total.apply(values)  # type: ignore[no-untyped-call]
+    return total
 
 
 def _processes() -> int:

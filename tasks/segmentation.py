@@ -226,7 +226,8 @@ class SemanticSegmentation(pl.LightningModule):
             scores.update(found.pred_sem_seg.data, found.gt_sem_seg.data)
 
     def _log_scores(self, stage: Stage, scores: SegmentationScores) -> None:
-        self.log_dict({f"{stage}/{name}": value for name, value in scores.compute().items()})
+        found = {f"{stage}/{name}": value for name, value in scores.compute().items()}
+        self.log_dict(found, sync_dist=True)  # they are the same on all processes, which Lightning cannot know
         scores.reset()
 
 

@@ -6,9 +6,10 @@ from typing import Any, Literal, cast
 import lightning.pytorch as pl
 import torch
 
+import lapbench.datamodules as datamodules
 from lapbench.backbones import VisionBackbone, VisionSettings
 from lapbench.datamodules.plan import mixed
-from lapbench.datamodules.segmentation import ADE20K, SegmentationFolder, ShapesSegmentation
+from lapbench.datamodules.segmentation import SegmentationFolder
 from lapbench.errors import UserError
 from lapbench.evaluation.base import Evaluation, FinishedTraining
 from lapbench.optim import LRSchedule, OptimizerSettings
@@ -17,16 +18,16 @@ from lapbench.tasks.segmentation import Head, Inference, SemanticSegmentation, c
 
 @dataclass(frozen=True)
 class DataSet:
-    """A data set that a head can be trained on: its module, its name in the record, its crop in pixels."""
+    """A data set that a head can be trained on: its class in ``datamodules``, its name in the record, its crop."""
 
-    module: type[SegmentationFolder]
+    module: str
     title: str
     crop_size: int
 
 
 DATA = {
-    "shapes": DataSet(ShapesSegmentation, "shapes (synthetic)", 96),
-    "ade20k": DataSet(ADE20K, "ADE20K", 512),
+    "shapes": DataSet("ShapesSegmentation", "shapes (synthetic)", 96),
+    "ade20k": DataSet("ADE20K", "ADE20K", 512),
 }
 
 
@@ -170,8 +171,9 @@ class Segmentation(Evaluation):
                 f"{type(self).__name__}.batch_size: expected a multiple of the {world_size} processes, "
                 f"got {settings.batch_size}"
             )
-        where = {} if settings.data_dir is None else {"data_dir": settings.data_dir}
-        return DATA[settings.data].module(
+        where: dict[str, Any] = {} if settings.data_dir is None else {"data_dir": settings.data_dir}
+        module: type[SegmentationFolder] = getattr(datamodules, DATA[settings.data].module)
+        return module(
             batch_size=settings.batch_size // world_size,
             num_workers=settings.num_workers,
             crop_size=settings.crop_size,
