@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lapbench.datamodules.builtin import CIFAR10, CIFAR100, Digits, ImageNet
+    from lapbench.datamodules.builtin import CIFAR10, CIFAR100, Digits, ImageNet, Shapes
     from lapbench.datamodules.builtin_text import FineWebEdu, PyDocs
     from lapbench.datamodules.chat import Chat
     from lapbench.datamodules.images import ImageShards
@@ -35,6 +35,7 @@ __all__ = [
     "MultiCrop",
     "PyDocs",
     "SegmentationFolder",
+    "Shapes",
     "Shard",
     "TextShards",
     "TokenManifest",
