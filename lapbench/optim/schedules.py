@@ -54,7 +54,8 @@ def learning_rate(step: int, *, peak: float, total: int, warmup: int, settings: 
         left = min(1.0, max(0, total - step) / max(1, _warmdown(settings, total)))
         return peak * (left + (1 - left) * settings.final_fraction)
     if settings.name == "linear":
-        return peak + (settings.min_lr - peak) * min(1.0, (step - warmup) / max(1, total - warmup))
+        done = min(1.0, (step - warmup) / max(1, total - warmup))
+        return peak + (settings.min_lr - peak) * done
     return cosine(step - warmup, start=peak, end=settings.min_lr, total=total - warmup)
 
 
