@@ -1,10 +1,15 @@
 """Shared by all tests: one thread, a few real digits, a tiny model, and the commands run inside this process."""
 
+import gc
+import multiprocessing
+import multiprocessing.forkserver
 import os
+import runpy
 import shutil
 import signal
-from collections.abc import Callable, Iterator
-from itertools import islice
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,6 +63,51 @@ class Outcome(NamedTuple):
     err: str
 
 
+class Forked:
+    """A process that runs as ``python ARGUMENT...`` would, without the seconds that imports take.
+
+    It is a fork of a fresh process in which only imports have happened: nothing of the test's own process is in it.
+    """
+
+    context = multiprocessing.get_context("forkserver")
+
+    def __init__(self, arguments: Sequence[object], output: Path, env: dict[str, str], cwd: Path) -> None:
+        self.arguments = [str(argument) for argument in arguments]
+        self.files = [output.with_name(f"{output.name}.{name}") for name in ("out", "err")]
+        request = {"ARGUMENTS": self.arguments, "ENVIRONMENT": env, "FOLDER": str(cwd)}
+        files = dict(zip(("OUT", "ERR"), map(str, self.files), strict=True))
+        script = str(Path(__file__).with_name("forked.py"))
+        self.process = self.context.Process(
+            target=runpy.run_path, args=(script,), kwargs={"init_globals": {**request, **files}}
+        )
+        self.process.start()
+
+    def send_signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def communicate(self, timeout: float = 300) -> tuple[str, str]:
+        """Waits for its end; what it has printed."""
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            self.process.kill()
+            self.process.join()
+            raise subprocess.TimeoutExpired(self.arguments, timeout, *self.printed())
+        return self.printed()
+
+    def printed(self) -> tuple[str, str]:
+        """Standard output and error so far."""
+        out, err = (file.read_text() if file.exists() else "" for file in self.files)
+        return out, err
+
+
 class _FewDigits(DigitsSource):
     """The first digits of each split."""
 
@@ -65,6 +115,15 @@ class _FewDigits(DigitsSource):
 
     def samples(self, split: str, start: int) -> Iterator[pipeline.Sample]:
         yield from islice(super().samples(split, start), self.sizes[split] - start)
+
+
+def pytest_sessionstart() -> None:
+    """Collections during the imports would walk a million lasting objects again and again."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -83,6 +142,34 @@ def _process_state() -> Iterator[None]:
         signal.signal(number, handler)
     os.environ.clear()
     os.environ.update(environment)
+
+
+@pytest.fixture(scope="session")
+def start_forked(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Forked]:
+    """Starts a process that runs as ``python ARGUMENT...`` would: ``start_forked("-m", "lapbench", "fit", ...)``."""
+    multiprocessing.set_forkserver_preload(["lapbench.training.commands", "torch.utils.tensorboard", "omegaconf"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        multiprocessing.forkserver.ensure_running()
+    folder, number = tmp_path_factory.mktemp("forked"), count()
+
+    def start(*arguments: object, env: dict[str, str] | None = None, cwd: Path | None = None) -> Forked:
+        environment = {**(os.environ if env is None else env), "OMP_NUM_THREADS": "1"}
+        return Forked(arguments, folder / str(next(number)), environment, cwd or Path.cwd())
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def forked(start_forked: Callable[..., Forked]) -> Callable[..., "subprocess.CompletedProcess[str]"]:
+    """Runs such a process to its end, as ``subprocess.run`` does."""
+
+    def run(*arguments: object, timeout: float = 300, **settings: Any) -> "subprocess.CompletedProcess[str]":
+        process = start_forked(*arguments, **settings)
+        printed = process.communicate(timeout)
+        return subprocess.CompletedProcess(process.arguments, process.returncode, *printed)
+
+    return run
 
 
 @pytest.fixture(scope="session")

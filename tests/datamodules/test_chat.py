@@ -1,8 +1,6 @@
 """Chat: rows and windows against naive ones, mixtures, held-out conversations, the cache, resuming, refusals."""
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from itertools import zip_longest
 from types import SimpleNamespace
@@ -306,7 +304,7 @@ def test_an_interrupted_rendering_goes_on(folder, tmp_path, monkeypatch):
     assert {name: (tmp_path / "cut" / name).read_bytes() for name in files} == files
 
 
-def test_two_processes_at_once(folder, tmp_path):
+def test_two_processes_at_once(folder, tmp_path, start_forked):
     source = tmp_path / "many.jsonl"
     write(source, [conversation(f"{i}-") for i in range(2000)])
     code = (
@@ -314,10 +312,7 @@ def test_two_processes_at_once(folder, tmp_path):
         f"t = Tokenizer.load(Path({str(folder / 'tokenizer.json')!r})); s = Path({str(source)!r}); "
         f"print(render_file(s, source_sha256(s), t, Path({str(tmp_path / 'out')!r}), shard_tokens=5000))"
     )
-    processes = [
-        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
+    processes = [start_forked("-c", code) for _ in range(2)]
     outputs = [process.communicate(timeout=60) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert outputs[0] == outputs[1]

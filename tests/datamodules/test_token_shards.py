@@ -4,8 +4,6 @@ import io
 import json
 import os
 import pickle
-import subprocess
-import sys
 import tarfile
 from dataclasses import replace
 
@@ -45,10 +43,9 @@ print(json.dumps([[s["__key__"], *(s[name].tolist() for name in names)] for s in
 """
 
 
-def test_webdataset_reads_the_shards(split, tokenizer):
+def test_webdataset_reads_the_shards(split, tokenizer, forked):
     files, _ = split
-    command = [sys.executable, "-c", READ_WITH_WEBDATASET, *(file.url for file in files)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = forked("-c", READ_WITH_WEBDATASET, *(file.url for file in files))
     assert result.returncode == 0, result.stderr
     bos = tokenizer.bos
     assert json.loads(result.stdout) == [

@@ -2,8 +2,6 @@
 
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,18 +162,15 @@ def test_two_of_a_name_are_refused(finished: Path, with_evaluations: Command, ag
 
 
 @pytest.fixture(scope="module")
-def killed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def killed(tiny: Path, tmp_path_factory: pytest.TempPathFactory, forked: Command) -> Path:
     """Runs killed by SIGKILL at each moment, and ``whole``, which was not."""
     folder = tmp_path_factory.mktemp("killed")
     config = yaml.safe_load(tiny.read_text())
     config["trainer"]["callbacks"] = [{"class_path": name, "init_args": settings} for name, settings in (PROBE, DRAWS)]
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(config))
-    script = str(HERE / "killed_evaluations.py")
-    command = [sys.executable, script, ",".join(MOMENTS), str(folder), "fit", "--config", str(file)]
-    done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False
-    )
+    script = HERE / "killed_evaluations.py"
+    done = forked(script, ",".join(MOMENTS), folder, "fit", "--config", file)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -218,7 +213,7 @@ def test_a_killed_run_goes_on_with_what_is_missing(
 
 
 def test_two_processes_give_the_result_of_one(
-    finished: Path, with_evaluations: Command, again: Command, tmp_path: Path
+    finished: Path, with_evaluations: Command, again: Command, tmp_path: Path, forked: Command
 ) -> None:
     """Both see the same global batches: 3 in an epoch of 90 images."""
     settings = {"epochs": 4, "batch_size": 30, **TWO_HEADS}
@@ -229,12 +224,10 @@ def test_two_processes_give_the_result_of_one(
     alone = ("fakes.Fails", {"rank": 1})
     group, after = (("fakes.Group", {"name": name}) for name in ("group", "after"))
     with_evaluations(two, probe, cached, group, alone, after, devices=2, strategy="ddp")
-    command = [sys.executable, "-m", "lapbench", "fit", "--config", two / "config.yaml", "--run.dir", two]
+    # Lightning starts the second process, as ``python -m lapbench``.
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False
-    )
+    command = ("-m", "lapbench", "fit", "--config", two / "config.yaml", "--run.dir", two)
+    done = forked(*command, env={**os.environ, "PYTHONPATH": path}, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
     expected, record = read_record(one), read_record(two)

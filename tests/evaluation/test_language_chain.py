@@ -1,12 +1,10 @@
 """Pre-training to table as one ``lapbench sweep``: killed between two stages, it goes on and ends as it would have."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -99,33 +97,30 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def start(sweep: Path, out: Path) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "lapbench", "sweep", str(sweep), "--out", str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-
-
-def wait_for(what: Path, text: str, process: "subprocess.Popen[str]") -> None:
+def wait_for(what: Path, text: str, process: Any) -> None:
     deadline = time.monotonic() + 240
     while not (what.is_file() and text in what.read_text()):
-        assert process.poll() is None, process.communicate()[0]
+        assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, f"waited too long for {what}"
         time.sleep(0.05)
 
 
-def test_a_chain_that_is_killed_between_its_stages_goes_on(sweep: Path, tmp_path: Path) -> None:
+def test_a_chain_that_is_killed_between_its_stages_goes_on(
+    sweep: Path, tmp_path: Path, start_forked: Callable[..., Any]
+) -> None:
     out = tmp_path / "out"
+    start = partial(start_forked, Path(__file__).parents[1] / "sweeps/forked_sweep.py", sweep, "--out", out)
     cell = out / "heads-1_seed-0"
-    process = start(sweep, out)
+    process = start()
     wait_for(cell / "midtrain" / "config.yaml", "init_from", process)  # the second stage has begun
     process.send_signal(signal.SIGKILL)
     process.communicate()
     pretrain = read_record(cell / "pretrain")
     weights = (cell / "pretrain" / "checkpoints" / "last.ckpt").read_bytes()
 
-    process = start(sweep, out)
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
+    process = start()
+    output, errors = process.communicate()
+    assert process.returncode == 0, (output, errors)
 
     assert read_record(cell / "pretrain") == pretrain  # not trained again
     assert (cell / "pretrain" / "checkpoints" / "last.ckpt").read_bytes() == weights

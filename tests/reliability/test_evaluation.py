@@ -1,11 +1,9 @@
 """Scores do not depend on the number of processes: every sample once, and sums that come out the same to the bit."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,21 +11,14 @@ from lapbench.results.record import read_record
 
 
 @pytest.fixture
-def score(finished: Path, tmp_path: Path) -> Callable[..., dict[str, float]]:
+def score(finished: Path, tmp_path: Path, forked: Callable[..., Any]) -> Callable[..., dict[str, float]]:
     """The metrics that a command prints, run by a number of processes."""
 
     def run(command: str, processes: int, *arguments: str) -> dict[str, float]:
         script, log = Path(__file__).with_name("lives.py"), tmp_path / f"{command}-{processes}"
         devices = ("--trainer.devices", str(processes), *(("--trainer.strategy", "ddp") if processes > 1 else ()))
         config = ("--config", str(finished / "config.yaml"), "--run.dir", str(finished))
-        done = subprocess.run(
-            [sys.executable, script, "NONE", "0", str(processes), "0", log, command, *config, *devices, *arguments],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        done = forked(script, "NONE", "0", processes, "0", log, command, *config, *devices, *arguments)
         assert done.returncode == 0, done.stderr
         text = log.read_text()
         metrics: dict[str, float] = json.loads(text[text.index("{") :])

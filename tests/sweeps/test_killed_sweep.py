@@ -5,7 +5,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,22 +32,7 @@ metric: test/top1
 """
 
 
-def start(sweep: Path, out: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "lapbench", "sweep", str(sweep), "--out", str(out), "--jobs", "2"]
-    return subprocess.Popen(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def finish(sweep: Path, out: Path) -> str:
-    """Runs the sweep to its end; its table."""
-    process = start(sweep, out)
-    _, errors = process.communicate(timeout=600)
-    assert process.returncode == 0, errors
-    return (out / "table.txt").read_text()
-
-
-def wait_until(process: subprocess.Popen[str], happened: object, seconds: float = 300) -> None:
+def wait_until(process: Any, happened: object, seconds: float = 300) -> None:
     """Polls ``happened()`` while the sweep runs."""
     assert callable(happened)
     end = time.monotonic() + seconds
@@ -62,25 +50,37 @@ def sweep_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def test_killed_sweep_ends_with_the_same_table(sweep_file: Path, tmp_path: Path) -> None:
-    whole = finish(sweep_file, tmp_path / "whole")
-    out = tmp_path / "killed"
+def test_killed_sweep_ends_with_the_same_table(
+    sweep_file: Path, tmp_path: Path, start_forked: Callable[..., Any]
+) -> None:
+    whole = tmp_path / "whole"
+    command = [sys.executable, "-m", "lapbench", "sweep", sweep_file, "--out", whole, "--jobs", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
 
-    process = start(sweep_file, out)  # killed in the middle of the first runs, after some epochs
+    out = tmp_path / "killed"
+    start = partial(start_forked, Path(__file__).with_name("forked_sweep.py"), sweep_file, "--out", out, "--jobs", "2")
+
+    process = start()  # killed in the middle of the first runs, after some epochs
     wait_until(process, lambda: len(list(out.glob("*/checkpoints/last.ckpt"))) > 0)
     process.send_signal(signal.SIGKILL)
     process.communicate()
 
-    process = start(sweep_file, out)  # killed when one run has finished
+    process = start()  # killed when one run has finished
     finished = lambda: [f.parent for f in out.glob("*/record.json") if read_record(f.parent).status == "finished"]  # noqa: E731
     wait_until(process, finished)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     first = {folder: (folder / "record.json").read_bytes() for folder in finished()}
 
-    assert finish(sweep_file, out).replace(str(out), "") == whole.replace(str(tmp_path / "whole"), "")
+    process = start()
+    printed = process.communicate(timeout=600)
+    assert process.returncode == 0, printed
+    tables = [(folder / "table.txt").read_text().replace(str(folder), "") for folder in (whole, out)]
+    assert tables[0] == tables[1]
     assert {folder: (folder / "record.json").read_bytes() for folder in first} == first  # not run again
-    for folder in (tmp_path / "whole").glob("*/"):
+    for folder in whole.glob("*/"):
         metrics, again = read_record(folder).metrics, read_record(out / folder.name).metrics
         assert {k: v for k, v in metrics.items() if "per_second" not in k} == {
             k: v for k, v in again.items() if "per_second" not in k

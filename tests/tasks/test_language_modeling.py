@@ -3,8 +3,7 @@
 import math
 import os
 import socket
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -156,19 +155,14 @@ def test_the_gradient_is_clipped_after_it_is_a_mean() -> None:
     assert moved.norm().item() == pytest.approx(0.5 * clip, rel=1e-3)
 
 
-def test_two_processes_are_one_big_batch(tmp_path: Path) -> None:
+def test_two_processes_are_one_big_batch(tmp_path: Path, start_forked: Callable[..., Any]) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     script = Path(__file__).with_name("two_processes.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(tmp_path / "state.pt")],
-            env={**environment, "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        start_forked(script, tmp_path / "state.pt", env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(2)
     ]
     for process in processes:

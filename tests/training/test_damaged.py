@@ -2,8 +2,6 @@
 
 import io
 import json
-import subprocess
-import sys
 import tarfile
 from contextlib import nullcontext
 
@@ -209,9 +207,8 @@ sys.exit(os.waitpid(child, 0)[1])
 """
 
 
-def test_two_ranks_know_the_same_whenever_they_agree(tmp_path):
-    command = [sys.executable, "-W", "ignore", "-c", TWO_RANKS, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+def test_two_ranks_know_the_same_whenever_they_agree(tmp_path, forked):
+    done = forked("-c", TWO_RANKS, tmp_path)
     assert done.returncode == 0, done.stderr
     zero, one = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert zero == one

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,14 +112,11 @@ def test_a_failure_is_recorded_and_the_same_command_goes_on(
 
 
 @pytest.fixture(scope="module")
-def killed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def killed(tiny: Path, tmp_path_factory: pytest.TempPathFactory, forked: Command) -> Path:
     """Runs killed by SIGKILL at each moment."""
     folder = tmp_path_factory.mktemp("killed")
     script = Path(__file__).with_name("killed_fit.py")
-    command = [sys.executable, str(script), ",".join(MOMENTS), str(folder), "fit", "--config", str(tiny), *SETTINGS]
-    done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = forked(script, ",".join(MOMENTS), folder, "fit", "--config", tiny, *SETTINGS)
     assert done.returncode == 0, done.stderr
     return folder
 

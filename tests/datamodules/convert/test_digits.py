@@ -1,7 +1,5 @@
 import hashlib
 import io
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -61,12 +59,12 @@ def test_already_converted(tmp_path: Path, capsys: Any) -> None:
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == times
 
 
-def test_processes_at_once(tmp_path: Path) -> None:
+def test_processes_at_once(tmp_path: Path, start_forked: Any) -> None:
     out = tmp_path / "d"
     script = (
         f"from pathlib import Path; from lapbench.datamodules.convert import digits; digits.convert(Path({str(out)!r}))"
     )
-    processes = [subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    processes = [start_forked("-c", script) for _ in range(2)]
     assert [process.communicate()[1] for process in processes] == ["", ""]
     assert [process.returncode for process in processes] == [0, 0]
     digits.convert(tmp_path / "alone")

@@ -43,12 +43,10 @@ print(json.dumps([raw, [(image.size, label) for image, label in decoded]]))
 """
 
 
-def test_webdataset_reads_the_shards(tmp_path: Path, class_folders: Path, read_shards: Any) -> None:
+def test_webdataset_reads_the_shards(tmp_path: Path, class_folders: Path, read_shards: Any, forked: Any) -> None:
     manifest, _ = convert(class_folders, tmp_path / "out")
     urls = [str(tmp_path / "out" / shard.file) for shard in manifest.split("train")]
-    result = subprocess.run(
-        [sys.executable, "-c", READ_WITH_WEBDATASET, *urls], capture_output=True, text=True, check=False
-    )
+    result = forked("-c", READ_WITH_WEBDATASET, *urls)
     assert result.returncode == 0, result.stderr
     raw, decoded = json.loads(result.stdout)
     expected = read_shards(tmp_path / "out", "train")

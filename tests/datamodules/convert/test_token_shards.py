@@ -232,9 +232,8 @@ print(convert(Path(sys.argv[1]), 300)[1])
 """
 
 
-def test_several_processes_at_once(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", AT_ONCE, str(tmp_path / "out")]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+def test_several_processes_at_once(tmp_path: Path, start_forked: Any) -> None:
+    processes = [start_forked("-c", AT_ONCE, tmp_path / "out") for _ in range(3)]
     results = [process.communicate(timeout=60) for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0], results
     assert sorted(out.strip() for out, _ in results) == ["False", "True", "True"]
