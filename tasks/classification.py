@@ -1,6 +1,5 @@
 """Supervised image classification (DeiT-III and relatives)."""
 
-import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -18,7 +17,7 @@ from lapbench.errors import UserError
 from lapbench.optim import LRSchedule, OptimizerSettings, build_optimizer
 from lapbench.optim.ema import EMA
 from lapbench.tasks.metrics import SampleMean
-from lapbench.tasks.steps import NonFiniteLossError, check_finite, log_step, with_schedule
+from lapbench.tasks.steps import NonFiniteLossError, check_finite, log_step, window_correction, with_schedule
 
 __all__ = ["ImageClassification", "Mixing", "NonFiniteLossError"]
 
@@ -183,7 +182,7 @@ class ImageClassification(pl.LightningModule):
         self.log("train/loss", detached)
         if self.mixup is None:
             self.train_top1.update(logits.detach(), labels)
-        return loss * self._window_correction(batch_idx)
+        return loss * window_correction(self.trainer, batch_idx)
 
     def on_train_epoch_end(self) -> None:
         """Logs the epoch's means: here, not at each step, for an epoch that is resumed after its last step."""
@@ -233,15 +232,6 @@ class ImageClassification(pl.LightningModule):
         padded = nn.functional.pad(images, (0, 0) * (images.ndim - 1) + (0, full - len(images)))
         logits: Tensor = self(padded)
         return logits[: len(images)].float()
-
-    def _window_correction(self, batch_idx: int) -> float:
-        """Lightning divides each micro-batch by the accumulation; the last window of an epoch may be shorter."""
-        window = self.trainer.accumulate_grad_batches
-        batches = self.trainer.num_training_batches
-        if window == 1 or not math.isfinite(batches):
-            return 1.0
-        tail = int(batches) % window
-        return window / tail if tail and batch_idx >= batches - tail else 1.0
 
 
 def _shallow(settings: VisionSettings) -> dict[str, Any]:

@@ -34,16 +34,48 @@ def check_finite(task: pl.LightningModule, loss: Tensor, batch_idx: int) -> None
     )
 
 
+def is_shown(trainer: pl.Trainer) -> bool:
+    """Whether anything keeps what is logged in this step: loggers take every nth, the record an epoch's last one."""
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    # Lightning counts them from 1.
+    return (trainer.global_step + 1) % every == 0 or trainer.is_last_batch
+
+
 def log_step(task: pl.LightningModule, model: nn.Module, optimizer: Optimizer) -> None:
     """Logs train/grad_norm (of ``model``, before clipping) and train/lr (of the first group), when they are shown."""
-    trainer = task.trainer
-    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-    # Loggers take the steps that Lightning counts from 1, the record an epoch's last one.
-    if (trainer.global_step + 1) % every and not trainer.is_last_batch:
+    if not is_shown(task.trainer):
         return
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     task.log("train/grad_norm", nn.utils.get_total_norm(gradients))
     task.log("train/lr", optimizer.param_groups[0]["lr"])
+
+
+def window_correction(trainer: pl.Trainer, batch_idx: int) -> float:
+    """What a micro-batch's mean loss is multiplied by, that each window of accumulation is a mean over its own batches.
+
+    Lightning divides each micro-batch by the accumulation; the last window of an epoch may be shorter.
+    """
+    window = trainer.accumulate_grad_batches
+    batches = trainer.num_training_batches
+    if window == 1 or not math.isfinite(batches):
+        return 1.0
+    tail = int(batches) % window
+    return window / tail if tail and batch_idx >= batches - tail else 1.0
+
+
+def optimizer_steps(trainer: pl.Trainer) -> tuple[int, int]:
+    """Optimizer steps of the whole training and of an epoch.
+
+    Raises:
+        UserError: Training has no end.
+    """
+    trainer.fit_loop.setup_data()  # the estimate does so only where it needs the number of batches
+    total = trainer.estimated_stepping_batches
+    if not math.isfinite(total):
+        raise UserError(
+            "trainer.max_epochs: expected a number of epochs or trainer.max_steps, got training without end"
+        )
+    return int(total), math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
 
 
 def with_schedule(trainer: pl.Trainer, optimizer: Optimizer, settings: LRSchedule) -> OptimizerLRScheduler:
@@ -56,12 +88,6 @@ def with_schedule(trainer: pl.Trainer, optimizer: Optimizer, settings: LRSchedul
     """
     if trainer.max_epochs == 0:
         return optimizer
-    trainer.fit_loop.setup_data()  # the estimate does so only where it needs the number of batches
-    total = trainer.estimated_stepping_batches
-    if not math.isfinite(total):
-        raise UserError(
-            "trainer.max_epochs: expected a number of epochs or trainer.max_steps, got training without end"
-        )
-    steps_per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
-    scheduler = build_scheduler(optimizer, settings, total=int(total), warmup=settings.warmup(steps_per_epoch))
+    total, steps_per_epoch = optimizer_steps(trainer)
+    scheduler = build_scheduler(optimizer, settings, total=total, warmup=settings.warmup(steps_per_epoch))
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

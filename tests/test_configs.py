@@ -12,8 +12,10 @@ import yaml
 from lapbench.backbones import Decoder, VisionBackbone
 from lapbench.config_files import CONFIGS, config_names, find_config, load_yaml
 from lapbench.datamodules import ImageShards
+from lapbench.datamodules.segmentation import SegmentationFolder
 from lapbench.datamodules.sharded import ShardedData
 from lapbench.sweeps.grid import load_sweep
+from lapbench.tasks.segmentation import check_data
 from lapbench.training.parser import CLI
 
 SWEEPS = config_names("sweeps")
@@ -21,7 +23,12 @@ PRESETS = [name for name in config_names() if "/presets/" in name]
 COMPLETE = [name for name in config_names() if name not in PRESETS + SWEEPS]
 IMAGES = [name for name in COMPLETE if name.startswith("supervised/")]
 LANGUAGE = [name for name in COMPLETE if name.startswith("language/")]
-TASKS = ("lapbench.tasks.ImageClassification", "lapbench.tasks.LanguageModeling")
+SEGMENTATION = [name for name in COMPLETE if name.startswith("segmentation/")]
+TASKS = (
+    "lapbench.tasks.ImageClassification",
+    "lapbench.tasks.LanguageModeling",
+    "lapbench.tasks.SemanticSegmentation",
+)
 PAIRS = [
     (config, preset)
     for config in COMPLETE
@@ -71,8 +78,9 @@ def test_the_names_are_those_that_the_documentation_promises() -> None:
     assert {f"supervised/presets/{n}" for n in ("deit3", "authors")} <= set(PRESETS)
     assert {f"language/{n}" for n in ("pydocs", "d20_pretrain", "d20_midtrain", "d20_sft", "postnorm")} <= set(COMPLETE)
     assert {f"language/presets/{n}" for n in ("oct2025", "jan2026")} <= set(PRESETS)
+    assert {f"segmentation/{n}" for n in ("shapes", "ade20k_linear", "ade20k_upernet")} <= set(SEGMENTATION)
     assert {f"sweeps/{n}" for n in ("quickstart", "table1", "language_tiny", "table2")} <= set(SWEEPS)
-    assert sorted(IMAGES + LANGUAGE) == sorted(COMPLETE)
+    assert sorted(IMAGES + LANGUAGE + SEGMENTATION) == sorted(COMPLETE)
 
 
 def of(family: list[str]) -> list[tuple[str, ...]]:
@@ -120,13 +128,30 @@ def test_a_config_builds_its_model_and_data(configs: tuple[str, ...]) -> None:
         assert data.batch_size % 2 == 0
 
 
+@pytest.mark.parametrize("config", SEGMENTATION)
+def test_a_segmentation_config_builds_its_model_and_data(config: str) -> None:
+    cli = parse(config)
+    with torch.device("meta"):
+        built = cli.parser.instantiate(cli.config)
+    data, task = built["data"], built["model"]
+    assert isinstance(data, SegmentationFolder)
+    assert (task.num_classes, task.backbone.schedule.name) == (data.num_classes, "0L")
+    check_data(task, data, world_size=8)
+    assert (cli.config.run.monitor, cli.config.run.monitor_mode) == ("val/miou", "max")
+    if config.startswith("segmentation/ade20k"):  # 16 images in a step of 8 devices
+        assert data.batch_size == 2
+        assert task.hparams["inference"] == {"mode": "slide", "crop_size": 512, "stride": 341}
+
+
 @pytest.mark.parametrize(("config", "preset"), PAIRS)
 def test_a_preset_changes_what_it_names_and_nothing_else(config: str, preset: str) -> None:
     before, after = dict(flat(resolved(config))), dict(flat(resolved(config, preset)))
     named = dict(flat(load_yaml(find_config(preset))))
     assert {key: after.get(key) for key in named} == named
     changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
-    # `options: {}` of another optimizer also takes away what was below it.
+    # `options: {}` of another optimizer also takes away what was below it, and another task the settings of this one.
+    if "model.class_path" in changed:
+        changed &= after.keys()
     assert all(key in named or key.rpartition(".")[0] in named for key in changed)
 
 
@@ -172,7 +197,7 @@ def test_a_sweep_plans_runs_that_parse(name: str) -> None:
         cli = Parsed("fit", list(run.arguments))
         with torch.device("meta"):
             built = cli.parser.instantiate(cli.config)
-        assert built["model"].backbone.schedule.name == f"{run.labels['heads']}L"
+        assert built["model"].backbone.schedule.name == ("0L" if run.reference else f"{run.labels['heads']}L")
         assert str(cli.config.seed_everything) == run.labels.get("seed", "0")
 
 

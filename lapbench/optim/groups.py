@@ -3,6 +3,7 @@
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 # Tokens and position embeddings are matrices by shape only; learned head coefficients are three numbers for each head.
 _NO_DECAY = ("pos_embed", "cls_token", "dist_token", "reg_token", "mask_token", "head_coefficients")
@@ -27,3 +28,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         (not_decayed if exempt else decayed).append(parameter)
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": not_decayed, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def set_weight_decay(optimizer: Optimizer, weight_decay: float) -> None:
+    """Gives the decayed parameters of ``parameter_groups``, its first group, another weight decay."""
+    optimizer.param_groups[0]["weight_decay"] = weight_decay

@@ -1,4 +1,4 @@
-"""Learning-rate schedules on the optimizer-step clock."""
+"""Schedules on the optimizer-step clock."""
 
 import math
 from dataclasses import dataclass
@@ -53,10 +53,16 @@ def learning_rate(step: int, *, peak: float, total: int, warmup: int, settings: 
     if settings.name == "trapezoid":
         left = min(1.0, max(0, total - step) / max(1, _warmdown(settings, total)))
         return peak * (left + (1 - left) * settings.final_fraction)
-    done = min(1.0, (step - warmup) / max(1, total - warmup))
     if settings.name == "linear":
+        done = min(1.0, (step - warmup) / max(1, total - warmup))
         return peak + (settings.min_lr - peak) * done
-    return settings.min_lr + (peak - settings.min_lr) * (1 + math.cos(math.pi * done)) / 2
+    return cosine(step - warmup, start=peak, end=settings.min_lr, total=total - warmup)
+
+
+def cosine(step: int, *, start: float, end: float, total: int) -> float:
+    """A value that goes from ``start`` in step 0 to ``end`` after ``total`` steps on half a cosine wave."""
+    done = min(1.0, step / max(1, total))
+    return end + (start - end) * (1 + math.cos(math.pi * done)) / 2
 
 
 def build_scheduler(optimizer: Optimizer, settings: LRSchedule, *, total: int, warmup: int) -> LambdaLR:

@@ -15,7 +15,10 @@ from lapbench.results.record import Record
 
 @dataclass(frozen=True)
 class Run:
-    """A run and its place: ``row`` is its head schedule. ``record`` is None as long as it has written none."""
+    """A run and its place: ``row`` is its head schedule, or the name of the ``reference`` that it is.
+
+    ``record`` is None as long as it has written none.
+    """
 
     row: str
     column: str
@@ -25,6 +28,7 @@ class Run:
     labels: Mapping[str, str]
     waits_for: "Run | None" = None
     """The first of its earlier stages that has not finished, as long as it has no record itself."""
+    reference: bool = False
 
     @property
     def status(self) -> str:
@@ -38,6 +42,8 @@ class Run:
 class Cells:
     """The runs of each (row, column), the rows and columns in order, and the records that no plan knows.
 
+    The last rows are the ``references``.
+
     ``stages`` are those that the runs of planned chains are in, ``records`` all that are not of other stages.
     """
 
@@ -47,6 +53,7 @@ class Cells:
     strays: list[Record]
     stages: list[str]
     records: list[Record]
+    references: list[str]
 
 
 def natural(name: str) -> list[str | int]:
@@ -85,9 +92,11 @@ def collect(records: Sequence[Record], plans: Mapping[Path, Plan], stage: str | 
     for run in runs:
         cells.setdefault((run.row, run.column), []).append(run)
     _refuse_duplicates(cells.values())
-    rows = sorted({run.row for run in runs}, key=natural)
+    references = list(dict.fromkeys(run.row for run in runs if run.reference))
+    rows = [*sorted({run.row for run in runs} - {*references}, key=natural), *references]
     shown = [record for record in records if record.folder not in elsewhere]
-    return Cells(cells, rows, columns, strays, list(dict.fromkeys(filter(None, stages.values()))), shown)
+    shown_stages = list(dict.fromkeys(filter(None, stages.values())))
+    return Cells(cells, rows, columns, strays, shown_stages, shown, references)
 
 
 def _choose_stage(plan: Plan, wanted: str | None) -> str | None:
@@ -111,6 +120,8 @@ def _place_planned(
     schedule = next(iter(Counter(r.schedule for _, r in known.values() if r)), "?")
 
     def row(run: PlannedRun, record: Record | None) -> str:
+        if run.reference is not None:
+            return run.reference
         if record:
             return record.schedule
         if not heads:
@@ -133,7 +144,7 @@ def _place_planned(
         before = () if record else (place(*known[name]) for name in run.earlier.values())
         obstacle = next((other for other in before if other.status != "finished"), None)
         where = row(run, record), column(run, record), seed(run, record)
-        return Run(*where, folder / run.folder, record, run.labels, obstacle)
+        return Run(*where, folder / run.folder, record, run.labels, obstacle, run.reference is not None)
 
     return [place(run, record) for run, record in found]
 

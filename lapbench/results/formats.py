@@ -20,7 +20,7 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 def score(cell: Cell | None, kind: MetricKind) -> str:
     """The text of a cell: "92.00 ± 2.00", "94.60 (2/3 seeds)", "running", "nan in 1/3 seeds", "1 failed, 2 running"."""
-    if cell is None:
+    if cell is None or _blank(cell):
         return "–"
     states = Counter(entry.state for entry in cell.entries)
     total = len(cell.entries)
@@ -37,6 +37,11 @@ def score(cell: Cell | None, kind: MetricKind) -> str:
     return f"{mean} ± {show(cell.summary.std, kind, scale=cell.summary.mean)}"
 
 
+def _blank(cell: Cell) -> bool:
+    """Whether it is that of a reference without the metric."""
+    return all(entry.state == "none" for entry in cell.entries)
+
+
 def headers(table: Table, column: Column) -> list[str]:
     """The heads of the columns that a column of the table consists of: mean, n, difference."""
     return [f"mean ± std{column.kind.unit}", *(["n"] if _with_n(table) else []), *(["Δ"] if _with_delta(table) else [])]
@@ -47,7 +52,7 @@ def fields(table: Table, row: str, column: Column) -> list[str]:
     cell = table.cells.get((row, column.name))
     texts = [score(cell, column.kind)]
     if _with_n(table):
-        texts.append(str(cell.summary.n if cell.summary else 0) if cell else "")
+        texts.append(str(cell.summary.n if cell.summary else 0) if cell and not _blank(cell) else "")
     if _with_delta(table):
         if cell and cell.summary and cell.difference is not None:
             texts.append(show(cell.difference, column.kind, scale=cell.summary.mean, sign=True))
@@ -62,7 +67,8 @@ def _with_n(table: Table) -> bool:
 
 
 def _common_n(table: Table) -> int | None:
-    counts = {cell.summary.n if cell.complete and cell.summary else None for cell in table.cells.values()}
+    cells = [cell for cell in table.cells.values() if not _blank(cell)]
+    counts = {cell.summary.n if cell.complete and cell.summary else None for cell in cells}
     return counts.pop() if len(counts) == 1 else None
 
 
@@ -100,6 +106,8 @@ def text(table: Table, ansi: bool = False, width: int | None = 120) -> str:
         for index, row in enumerate(rows):
             lines.append(GAP.join([row.ljust(margin), *(block[index] for block in blocks[:taken])]).rstrip())
         lines.insert(-len(table.rows), "─" * used)
+        if table.references:
+            lines.insert(-len(table.references), "─" * used)
         blocks = blocks[taken:]
     lines.append("")
     if any(cell.rank for cell in table.cells.values()):
@@ -141,7 +149,8 @@ def markdown(table: Table) -> str:
     lines = [f"**{_escape_markdown(_heading(table))}**", "", _markdown_row(head)]
     lines.append("|" + "|".join([":---", *("---:" for _ in head[1:])]) + "|")
     for row in table.rows:
-        parts = [_escape_markdown(row)]
+        name = _escape_markdown(row)
+        parts = [f"*{name}*" if row in table.references else name]
         for column in table.columns:
             first, *rest = (_escape_markdown(part) for part in fields(table, row, column))
             before, after = {None: ("", ""), 1: ("**", "**"), 2: ("<ins>", "</ins>")}[rank_of(table, row, column)]
@@ -240,7 +249,8 @@ def as_json(table: Table) -> str:
         "title": table.title,
         **({"metrics": metrics} if several else metrics[0]),
         "baseline": table.baseline,
-        "schedules": table.rows,
+        "schedules": [row for row in table.rows if row not in table.references],
+        **({"references": table.references} if table.references else {}),
         "columns": table.data,
         "cells": cells,
         "caption": table.caption,
@@ -251,12 +261,12 @@ def as_json(table: Table) -> str:
 
 def as_latex(table: Table) -> str:
     """A booktabs table."""
-    return latex(_heading(table), _heads(table), _marked(table), footer(table))
+    return latex(_heading(table), _heads(table), _marked(table), footer(table), len(table.references))
 
 
 def as_html(table: Table) -> str:
     """A page that needs nothing else."""
-    return html(_heading(table), _heads(table), _marked(table), footer(table))
+    return html(_heading(table), _heads(table), _marked(table), footer(table), len(table.references))
 
 
 def _heads(table: Table) -> list[tuple[str, list[str]]]:

@@ -29,6 +29,7 @@ class PlannedRun:
         configs: digest of the content of each config file among the arguments.
         stage: the stage of its cell that it is; None in a sweep without stages.
         earlier: the folders of the stages before it, by name, the first one first.
+        reference: the name of its row in tables, if it is there only for the others to be compared with.
     """
 
     folder: str
@@ -37,6 +38,7 @@ class PlannedRun:
     configs: dict[str, str]
     stage: str | None = None
     earlier: dict[str, str] = field(default_factory=dict)
+    reference: str | None = None
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,8 @@ def _as_dict(run: PlannedRun) -> dict[str, Any]:
     values = dataclasses.asdict(run)
     if run.stage is None:
         del values["stage"], values["earlier"]
+    if run.reference is None:
+        del values["reference"]
     return values
 
 
@@ -138,4 +142,5 @@ def _run(value: dict[str, Any]) -> PlannedRun:
         configs={_text(name): _text(digest) for name, digest in value["configs"].items()},
         stage=_text(value["stage"]) if "stage" in value else None,
         earlier={_text(stage): _text(folder) for stage, folder in value.get("earlier", {}).items()},
+        reference=_text(value["reference"]) if "reference" in value else None,
     )

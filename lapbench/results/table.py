@@ -12,7 +12,7 @@ from lapbench.errors import ArgumentParser, UserError
 from lapbench.results.caption import caption
 from lapbench.results.cells import Cells, Run, choose_metrics, collect
 from lapbench.results.files import write_atomically
-from lapbench.results.metrics import DEFAULTS, MetricKind, kind_of, show
+from lapbench.results.metrics import DEFAULTS, MetricKind, kind_of, show, split_of
 from lapbench.results.plan import FILE_NAME as PLAN_FILE
 from lapbench.results.plan import Plan, read_plan
 from lapbench.results.record import FILE_NAME as RECORD_FILE
@@ -30,7 +30,8 @@ class Entry:
     run: Run
     value: float | None
     state: str
-    """ "done", "nan", "inf", "-inf", "no metric", "running", "failed", "interrupted", "not started" or "no record"."""
+    """ "done", "nan", "inf", "-inf", "no metric", "running", "failed", "interrupted", "not started" or "no record"; or
+    "none": the run is a reference that does not have the metric, as raw pixels have no loss."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Cell:
 
     @property
     def complete(self) -> bool:
-        return all(entry.state == "done" for entry in self.entries)
+        return all(entry.state in ("done", "none") for entry in self.entries)
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Column:
 class Table:
     """A leaderboard, ready for any of the formats in `lapbench.results.formats`. Values are as recorded (fractions).
 
-    ``cells`` are by the row and the column's name.
+    ``cells`` are by the row and the column's name. The last rows are the ``references``, neither ranked nor compared.
     """
 
     title: str
@@ -78,6 +79,7 @@ class Table:
     cells: dict[tuple[str, str], Cell]
     caption: str
     notes: tuple[str, ...]
+    references: tuple[str, ...] = ()
 
     @property
     def metrics(self) -> list[str]:
@@ -130,9 +132,10 @@ def leaderboard(
         for column in columns
         if column.data == data
     }
+    schedules = [row for row in placed.rows if row not in placed.references]
     for column in columns:
-        _rank(cells, column)
-        _compare(cells, column, baseline)
+        _rank(cells, column, schedules)
+        _compare(cells, column, baseline, schedules)
     compared = any(cell.difference is not None for cell in cells.values())
     return Table(
         title=only_plan.name if only_plan else "",
@@ -140,8 +143,11 @@ def leaderboard(
         rows=tuple(placed.rows),
         columns=columns,
         cells=cells,
-        caption=caption(metrics, _scored(cells), placed.stages, baseline if compared else None),
+        caption=caption(
+            metrics, _scored(cells), placed.stages, baseline if compared else None, tuple(placed.references)
+        ),
         notes=_notes(cells, columns, placed),
+        references=tuple(placed.references),
     )
 
 
@@ -160,10 +166,11 @@ def _columns(data: Sequence[str], metrics: Sequence[str]) -> tuple[Column, ...]:
 
 
 def _choose_baseline(name: str | None, placed: Cells) -> str | None:
+    schedules = [row for row in placed.rows if row not in placed.references]
     if name is None:
-        return "0L" if "0L" in placed.rows else None
-    if name not in placed.rows:
-        raise UserError(f"no schedule {name!r} to compare with; there are {', '.join(placed.rows)}")
+        return "0L" if "0L" in schedules else None
+    if name not in schedules:
+        raise UserError(f"no schedule {name!r} to compare with; there are {', '.join(schedules)}")
     return name
 
 
@@ -178,17 +185,18 @@ def _entry(run: Run, metric: str) -> Entry:
         return Entry(run, None, run.status)
     value = run.record.metrics.get(metric)
     if value is None:
-        return Entry(run, None, "no metric")
+        failed = split_of(metric) in run.record.failed_evaluations
+        return Entry(run, None, "none" if run.reference and not failed else "no metric")
     return Entry(run, value, "done" if math.isfinite(value) else str(value))
 
 
-def _rank(cells: dict[tuple[str, str], Cell], column: Column) -> None:
+def _rank(cells: dict[tuple[str, str], Cell], column: Column, rows: Sequence[str]) -> None:
     """Mark the best and the second of a column, by the mean as printed: equal numbers must not look different."""
     kind = column.kind
     means = {
         place: float(show(cell.summary.mean, kind))
         for place, cell in cells.items()
-        if place[1] == column.name and cell.complete and cell.summary
+        if place[0] in rows and place[1] == column.name and cell.complete and cell.summary
     }
     if kind.higher_is_better is None or len(means) < 2:
         return
@@ -198,12 +206,12 @@ def _rank(cells: dict[tuple[str, str], Cell], column: Column) -> None:
             cells[place] = replace(cells[place], rank=rank)
 
 
-def _compare(cells: dict[tuple[str, str], Cell], column: Column, baseline: str | None) -> None:
+def _compare(cells: dict[tuple[str, str], Cell], column: Column, baseline: str | None, rows: Sequence[str]) -> None:
     reference = cells.get((baseline, column.name)) if baseline else None
     if reference is None or not reference.complete or reference.summary is None:
         return
     for (row, where), cell in cells.items():
-        if where == column.name and row != baseline and cell.complete and cell.summary:
+        if row in rows and where == column.name and row != baseline and cell.complete and cell.summary:
             cells[row, where] = replace(cell, difference=cell.summary.mean - reference.summary.mean)
 
 
@@ -221,7 +229,7 @@ def _notes(cells: Mapping[tuple[str, str], Cell], columns: Sequence[Column], pla
         for entry in cell.entries:
             _, _, metrics = found.setdefault((id(entry.run), entry.state), (entry.state, entry.run, []))
             metrics.append(metric_of[name])
-    incomplete = [each for each in found.values() if each[0] != "done"]
+    incomplete = [each for each in found.values() if each[0] not in ("done", "none")]
     notes = []
     if incomplete:
         total = len({run for run, _ in found})

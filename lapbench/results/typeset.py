@@ -40,10 +40,11 @@ def escape_latex(value: str) -> str:
     return " ".join(value.split()).translate(_LATEX)
 
 
-def latex(title: str, columns: Heads, rows: Rows, footer: Sequence[str]) -> str:
+def latex(title: str, columns: Heads, rows: Rows, footer: Sequence[str], references: int = 0) -> str:
     """A ``table`` environment; the document needs ``\\usepackage[T1]{fontenc}`` and ``\\usepackage{booktabs}``.
 
-    A page is `PAGE_COLUMNS` columns wide: the others go into further tabulars below.
+    A page is `PAGE_COLUMNS` columns wide: the others go into further tabulars below. A rule sets the last
+    ``references`` rows apart.
     """
     caption, *notes = footer
     lines = [
@@ -56,12 +57,12 @@ def latex(title: str, columns: Heads, rows: Rows, footer: Sequence[str]) -> str:
     for start in range(0, len(columns), PAGE_COLUMNS):
         part = slice(start, start + PAGE_COLUMNS)
         lines += ["  \\par\\medskip"] if start else []
-        lines += _tabular(columns[part], [(name, cells[part]) for name, cells in rows])
+        lines += _tabular(columns[part], [(name, cells[part]) for name, cells in rows], references)
     lines += [f"  \\par\\smallskip{{\\footnotesize {escape_latex(note)}}}" for note in notes]
     return "\n".join([*lines, "\\end{table}"]) + "\n"
 
 
-def _tabular(columns: Heads, rows: Rows) -> list[str]:
+def _tabular(columns: Heads, rows: Rows, references: int) -> list[str]:
     span = len(columns[0][1])
     groups = " & ".join(f"\\multicolumn{{{span}}}{{c}}{{{escape_latex(column)}}}" for column, _ in columns)
     rules = " ".join(f"\\cmidrule(lr){{{2 + i * span}-{1 + (i + 1) * span}}}" for i in range(len(columns)))
@@ -73,7 +74,8 @@ def _tabular(columns: Heads, rows: Rows) -> list[str]:
         "    heads & " + " & ".join(escape_latex(name) for _, names in columns for name in names) + " \\\\",
         "    \\midrule",
     ]
-    for name, cells in rows:
+    for index, (name, cells) in enumerate(rows):
+        lines += ["    \\midrule"] if index == len(rows) - references else []
         parts = [escape_latex(name)]
         for texts, rank, _ in cells:
             first, *rest = (_latex_number(text) for text in texts)
@@ -99,26 +101,28 @@ th[scope=row], thead th:first-child { text-align: left; }
 th[scope=colgroup] { text-align: center; border-bottom: 1px solid; }
 thead tr:last-child th { font-weight: normal; }
 thead tr:last-child th, thead th[rowspan] { border-bottom: 1px solid; }
+.reference th, .reference td { border-top: 1px solid; }
 .incomplete { font-style: italic; opacity: .75; }
 p { margin: .5rem 0; overflow-wrap: anywhere; }
 footer { font-size: .9rem; }
 """.strip()
 
 
-def html(title: str, columns: Heads, rows: Rows, footer: Sequence[str]) -> str:
-    """A self-contained page without scripts."""
+def html(title: str, columns: Heads, rows: Rows, footer: Sequence[str], references: int = 0) -> str:
+    """A self-contained page without scripts. A line sets the last ``references`` rows apart."""
     esc = escaping.escape
     groups = "".join(f'<th scope="colgroup" colspan="{len(names)}">{esc(column)}</th>' for column, names in columns)
     heads = "".join(f'<th scope="col">{esc(name)}</th>' for _, names in columns for name in names)
     body = []
-    for name, cells in rows:
+    for index, (name, cells) in enumerate(rows):
         parts = [f'<th scope="row">{esc(name)}</th>']
         for texts, rank, complete in cells:
             first, *rest = (esc(text) for text in texts)
             marked = {None: first, 1: f"<strong>{first}</strong>", 2: f"<u>{first}</u>"}[rank]
             state = "" if complete else ' class="incomplete"'
             parts += [f"<td{state}>{marked}</td>", *(f"<td>{part}</td>" for part in rest)]
-        body.append(f"<tr>{''.join(parts)}</tr>")
+        first_reference = ' class="reference"' if index == len(rows) - references else ""
+        body.append(f"<tr{first_reference}>{''.join(parts)}</tr>")
     notes = "\n".join(f"<p>{esc(line)}</p>" for line in footer)
     ranked = any(rank for _, cells in rows for _, rank, _ in cells)
     legend = "\n<p><strong>Bold</strong>: best of its column; <u>underlined</u>: second.</p>" if ranked else ""

@@ -19,6 +19,19 @@ A sweep file is YAML::
     baseline: 0L                         # schedule that the table compares with
     metric: test/top1                    # metric that the table shows, or a list of several
 
+The axis of heads may have references: runs to compare the schedules with, such as the same backbone untrained. Each is
+written like a labelled value; what it sets goes before the keys of ``overrides``::
+
+    heads:
+      key: model.init_args.backbone.heads
+      values: [0, 2, 4]
+      references:
+        untrained: {trainer.max_epochs: 0}
+        raw pixels: {config: ssl/presets/pixels}
+
+They are combined with the other axes as the values are. In the table they stand below the schedules, in rows named by
+their labels; they are neither ranked nor compared, and a metric that one does not have is left blank.
+
 With ``stages``, each cell of the grid is a chain of runs instead of one::
 
     stages:                              # in this order; each is written like a value of an axis
@@ -37,6 +50,8 @@ that of ``seed_everything`` is averaged over, and any other makes columns.
 
 import difflib
 import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,14 +109,18 @@ def _axes(values: Any, where: str) -> tuple[Axis, ...]:
             raise UserError(f"{where}: axis {name!r}: expected a name of letters, digits, '.', '_' and '-'")
         axis = _axis(name, value, f"{where}: axis {name!r}")
         if axis.role == "schedule" and any(other.role == "schedule" for other in axes):
-            axis = Axis(axis.name, "column", axis.settings)  # a table has one axis of rows
+            axis = replace(axis, role="column")  # a table has one axis of rows
+        if axis.references and axis.role != "schedule":
+            raise UserError(f"{where}: axis {name!r}: key 'references': expected on the axis of heads only")
         axes.append(axis)
     return tuple(axes)
 
 
 def _axis(name: str, value: Any, where: str) -> Axis:
-    if not isinstance(value, dict) or "values" not in value or not value.keys() <= {"key", "values"}:
-        raise UserError(f"{where}: expected {{key: ..., values: ...}} or {{values: ...}}, got {_shorten(value)}")
+    if not isinstance(value, dict) or "values" not in value or not value.keys() <= {"key", "values", "references"}:
+        raise UserError(
+            f"{where}: expected {{key: ..., values: ...}} or {{values: ...}} (and references), got {_shorten(value)}"
+        )
     key, values = value.get("key"), value["values"]
     if not isinstance(values, (list, dict)) or not values:
         raise UserError(f"{where}: key 'values': expected a list or mapping of at least one value, got {_kind(values)}")
@@ -114,11 +133,21 @@ def _axis(name: str, value: Any, where: str) -> Axis:
             settings.append((label, _setting(item, f"{where}: value {label!r}")))
         else:
             raise UserError(f"{where}: a list of values needs a `key` (without one: a mapping of label to settings)")
+    references = _labelled(value["references"], f"{where}: key 'references'") if "references" in value else {}
+    settings += references.items()
     labels = [label for label, _ in settings]
     if len(set(labels)) < len(labels):
         repeated = next(label for label in labels if labels.count(label) > 1)
         raise UserError(f"{where}: key 'values': expected each value once, got {repeated} twice")
-    return Axis(name, _role(key), dict(settings))
+    return Axis(name, _role(key), dict(settings), tuple(references))
+
+
+def _labelled(values: Any, where: str) -> dict[str, Setting]:
+    if not isinstance(values, dict) or not values:
+        raise UserError(f"{where}: expected a mapping of label to settings, got {_kind(values)}")
+    return {
+        as_argument(label): _setting(item, f"{where}: value {as_argument(label)!r}") for label, item in values.items()
+    }
 
 
 def _stages(values: Any, where: str) -> dict[str, Setting]:
@@ -184,17 +213,25 @@ def _metrics(value: Any, where: str) -> tuple[str, ...]:
 
 def _refuse_conflicts(sweep: Sweep) -> None:
     """A key may be set in one place only: elsewhere one of the two values would be lost without a word."""
-    groups = [(f"axis {axis.name!r}", list(axis.settings.values())) for axis in sweep.axes]
+    groups = [(f"axis {axis.name!r}", axis.values()) for axis in sweep.axes]
     groups += [("stages", list(sweep.stages.values()))] if sweep.stages else []
     owners = dict.fromkeys(sweep.overrides, "overrides")
     for name, settings in groups:
         keys = dict.fromkeys(key for setting in settings for key in setting.keys)
-        for key in keys:
-            for other, owner in owners.items():
-                if _overlap(key, other):
-                    what = f"key {key!r}" if key == other else f"keys {key!r} and {other!r}"
-                    raise UserError(f"{sweep.source}: {what}: expected in one place, got {name} and {owner}")
+        _refuse_overlap(sweep, name, keys, owners)
         owners |= dict.fromkeys(keys, name)
+    for axis in sweep.axes:  # a reference is there to differ: from the values of its axis, and from overrides
+        elsewhere = {key: name for key, name in owners.items() if name not in (f"axis {axis.name!r}", "overrides")}
+        for label in axis.references:
+            _refuse_overlap(sweep, f"reference {label!r}", axis.settings[label].keys, elsewhere)
+
+
+def _refuse_overlap(sweep: Sweep, name: str, keys: Iterable[str], owners: Mapping[str, str]) -> None:
+    for key in keys:
+        for other, owner in owners.items():
+            if _overlap(key, other):
+                what = f"key {key!r}" if key == other else f"keys {key!r} and {other!r}"
+                raise UserError(f"{sweep.source}: {what}: expected in one place, got {name} and {owner}")
 
 
 def _overlap(a: str, b: str) -> bool:

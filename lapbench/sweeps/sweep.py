@@ -27,11 +27,19 @@ class Setting:
 
 @dataclass(frozen=True)
 class Axis:
-    """Settings by label, in order. ``role`` is the axis's place in a table, see `lapbench.results.plan.Plan`."""
+    """Settings by label, in order. ``role`` is the axis's place in a table, see `lapbench.results.plan.Plan`.
+
+    ``references`` are the labels of those that are no values of the axis, but there to compare with.
+    """
 
     name: str
     role: str
     settings: dict[str, Setting]
+    references: tuple[str, ...] = ()
+
+    def values(self) -> list[Setting]:
+        """The settings that are no references."""
+        return [setting for label, setting in self.settings.items() if label not in self.references]
 
 
 @dataclass(frozen=True)
@@ -68,18 +76,19 @@ class Sweep:
     def _chain(self, labels: dict[str, str], digests: dict[str, str]) -> list[PlannedRun]:
         """The runs of one cell: its stages, or the one run of a sweep without stages."""
         settings = [axis.settings[labels[axis.name]] for axis in self.axes]
+        reference = next((labels[axis.name] for axis in self.axes if labels[axis.name] in axis.references), None)
         folder = "_".join(f"{safe(axis)}-{safe(label)}" for axis, label in labels.items())
         if len(folder) > LONGEST_FOLDER:
             raise UserError(
                 f"{self.source}: folder name of {len(folder)} characters, expected at most {LONGEST_FOLDER}"
             )
         if not self.stages:
-            return [PlannedRun(folder, labels, *self._arguments(settings, digests))]
+            return [PlannedRun(folder, labels, *self._arguments(settings, digests), reference=reference)]
         runs: list[PlannedRun] = []
         earlier: dict[str, str] = {}
         for name, stage in self.stages.items():
             run = PlannedRun(f"{folder}/{safe(name)}", labels, *self._arguments([stage, *settings], digests))
-            runs.append(replace(run, stage=name, earlier=dict(earlier)))
+            runs.append(replace(run, stage=name, earlier=dict(earlier), reference=reference))
             earlier[name] = run.folder
         return runs
 

@@ -221,8 +221,8 @@ def _score(cli: CLI, command: str, checkpoint: Path | None) -> dict[str, float]:
 
 
 def _parse(command: str, argv: Sequence[str], name: str | None = None) -> CLI:
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)  # its remarks would stand around an error's one line
+    for library in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(library).setLevel(logging.WARNING)  # its remarks would stand around an error's one line
     for message, category in _EXPECTED_WARNINGS.items():
         warnings.filterwarnings("ignore", message, category)
     return CLI(command, argv, name)

@@ -7,11 +7,10 @@ from typing import Any
 
 import timm
 
+from lapbench.backbones.vision import PIXELS
 from lapbench.config_files import find_config, load_yaml
 from lapbench.errors import UserError
 from lapbench.training.evaluate_arguments import Request
-
-PIXELS = "pixels"
 
 
 def fit_arguments(request: Request) -> list[str]:
