@@ -26,7 +26,7 @@ class DataSet:
 
 
 DATA = {
-    "shapes": DataSet("ShapesSegmentation", "shapes (synthetic)", 96),
+    "shapes": DataSet("ShapesSegmentation", "shapes (synthetic)", 64),
     "ade20k": DataSet("ADE20K", "ADE20K", 512),
 }
 
@@ -73,7 +73,7 @@ class Segmentation(Evaluation):
         batch_size: Images in a step of all processes together.
         lr: Peak learning rate.
         weight_decay: Weight decay of matrices.
-        crop_size: Side of the training crops and of the windows, a multiple of the patch size; null takes 96 for
+        crop_size: Side of the training crops and of the windows, a multiple of the patch size; null takes 64 for
             shapes and 512 for ADE20K.
         mode: Whether images are labelled as a "whole", or by a window that "slide"s over them.
         stride: Pixels from one window to the next; null takes two thirds of the window.
@@ -92,7 +92,7 @@ class Segmentation(Evaluation):
         head: Head = "linear",
         channels: int = 512,
         dropout: float = 0.0,
-        epochs: int = 12,
+        epochs: int = 8,
         warmup_epochs: float = 1.0,
         batch_size: int = 16,
         lr: float = 3e-3,
@@ -105,6 +105,7 @@ class Segmentation(Evaluation):
     ) -> None:
         super().__init__(name)
         crop = DATA[data].crop_size if crop_size is None else crop_size
+        step = max(1, crop * 2 // 3) if stride is None else stride
         for setting, value, good, expected in (
             ("epochs", epochs, epochs >= 1, "at least 1"),
             ("warmup_epochs", warmup_epochs, 0 <= warmup_epochs < epochs, f"0 <= value < {epochs} (epochs)"),
@@ -112,6 +113,7 @@ class Segmentation(Evaluation):
             ("lr", lr, lr >= 1e-6, "at least 1e-6"),
             ("weight_decay", weight_decay, weight_decay >= 0, "at least 0"),
             ("crop_size", crop, crop >= 1, "at least 1"),
+            ("stride", step, 1 <= step <= crop, f"1..{crop}"),
         ):
             if not good:
                 raise UserError(f"{type(self).__name__}.{setting}: expected {expected}, got {value}")
@@ -128,7 +130,7 @@ class Segmentation(Evaluation):
             weight_decay=weight_decay,
             crop_size=crop,
             mode=mode,
-            stride=max(1, crop * 2 // 3) if stride is None else stride,
+            stride=step,
             num_workers=num_workers,
         )
 
