@@ -105,6 +105,7 @@ class Segmentation(Evaluation):
     ) -> None:
         super().__init__(name)
         crop = DATA[data].crop_size if crop_size is None else crop_size
+        step = max(1, crop * 2 // 3) if stride is None else stride
         for setting, value, good, expected in (
             ("epochs", epochs, epochs >= 1, "at least 1"),
             ("warmup_epochs", warmup_epochs, 0 <= warmup_epochs < epochs, f"0 <= value < {epochs} (epochs)"),
@@ -112,6 +113,7 @@ class Segmentation(Evaluation):
             ("lr", lr, lr >= 1e-6, "at least 1e-6"),
             ("weight_decay", weight_decay, weight_decay >= 0, "at least 0"),
             ("crop_size", crop, crop >= 1, "at least 1"),
+            ("stride", step, 1 <= step <= crop, f"1..{crop}"),
         ):
             if not good:
                 raise UserError(f"{type(self).__name__}.{setting}: expected {expected}, got {value}")
@@ -128,7 +130,7 @@ class Segmentation(Evaluation):
             weight_decay=weight_decay,
             crop_size=crop,
             mode=mode,
-            stride=max(1, crop * 2 // 3) if stride is None else stride,
+            stride=step,
             num_workers=num_workers,
         )
 

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import cv2
+import jsonargparse
 import lightning.pytorch as pl
 import numpy as np
 import pytest
@@ -17,8 +18,10 @@ from PIL import Image
 
 import lapbench.datamodules
 from lapbench.datamodules import sharded
+from lapbench.datamodules.convert import shapes
+from lapbench.datamodules.convert.pairs import check_layout
 from lapbench.datamodules.layout import Layout
-from lapbench.datamodules.segmentation import ADE20K
+from lapbench.datamodules.segmentation import ADE20K, ShapesSegmentation
 from lapbench.errors import UserError
 from lapbench.openmmlab import mmseg_imports
 
@@ -360,5 +363,35 @@ def test_only_the_known_noise_is_dropped(capsys):
         raise ModuleNotFoundError("No module named 'elsewhere'", name="elsewhere")
 
 
-def test_names_are_exported():
+def test_shapes_make_themselves(tmp_path, monkeypatch):
+    monkeypatch.setattr(shapes, "IMAGES", {"train": 24, "test": 24})
+    monkeypatch.setattr(shapes, "SCENE_COUNTS", {"training": 6, "validation": 3})
+    data = ShapesSegmentation(str(tmp_path / "shapes"), batch_size=3, channels=1)
+    for _ in range(2):  # the second time everything is there
+        data.prepare_data()
+    data.setup("fit")
+    assert data.class_names == shapes.SHAPES_CLASSES
+    assert check_layout(tmp_path / "shapes/ade20k", data.num_classes) == {"training": 6, "validation": 3}
+    (evaluated,) = data.val_dataloader()
+    for image, mask, number in zip(evaluated["inputs"], masks(evaluated), range(3), strict=True):
+        files = [tmp_path / f"shapes/ade20k/{kind}/validation/{number:06d}" for kind in ("images", "annotations")]
+        grey = np.asarray(Image.open(files[0].with_suffix(".jpg")).convert("L")).astype(int)
+        labels = np.asarray(Image.open(files[1].with_suffix(".png"))).astype(int)
+        assert np.abs(image[0].numpy() - grey).max() <= 1
+        assert np.array_equal(mask[0].numpy(), np.where(labels == 0, 255, labels - 1))
+    for batch in data.train_dataloader():
+        assert all(max(image.shape) <= 96 for image in batch["inputs"])
+
+
+def test_settings_from_yaml(folder):
     assert lapbench.datamodules.ADE20K is ADE20K
+    assert lapbench.datamodules.ShapesSegmentation is ShapesSegmentation
+    parser = jsonargparse.ArgumentParser()
+    parser.add_subclass_arguments(pl.LightningDataModule, "data")
+    arguments = {"data_dir": str(folder), "resize_scale": [64, 40], "channels": 1, "num_workers": 0, "batch_size": 5}
+    for name in ("ADE20K", "ShapesSegmentation"):
+        config = {"data": {"class_path": f"lapbench.datamodules.{name}", "init_args": arguments}}
+        data = parser.instantiate(parser.parse_object(config)).data
+        assert (data.resize_scale, data.channels, data.batch_size, data.eval_batch_size) == ((64, 40), 1, 5, 5)
+    with pytest.raises(jsonargparse.ArgumentError, match="channels"):
+        parser.parse_object({"data": config["data"] | {"init_args": {"channels": 2}}})
