@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,16 @@ import pytest
 import torch
 import yaml
 
+import lapbench.datamodules as datamodules
 from lapbench.results.record import read_record
 from lapbench.tasks import DINO
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tasks"))
+from rectangles import Rectangles, make
+
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*LeafSpec.*:FutureWarning",  # Lightning's own use of torch
-    "ignore::lapbench.tasks.dino_health.CollapseWarning",  # three steps teach nothing
+    "ignore:.*in eval mode at the start of training",  # a frozen backbone's
 )
 MODEL = {
     "class_path": "lapbench.tasks.DINO",
@@ -43,15 +48,22 @@ PROBE = {
     "cache_features": True,
 }
 NEIGHBORS = {"k": [1, 20]}
+PIXELS = {"epochs": 2, "warmup_epochs": 0.5, "batch_size": 4, "crop_size": 32}
 EVALUATIONS = [
     {"class_path": "lapbench.evaluation.LinearProbe", "init_args": PROBE},
     {"class_path": "lapbench.evaluation.NearestNeighbors", "init_args": NEIGHBORS},
+    {"class_path": "lapbench.evaluation.Segmentation", "init_args": PIXELS},
 ]
+NAMES = ["linear", "knn", "segmentation"]
 
 
 @pytest.fixture
-def pretrain(few_digits: Path, tmp_path: Path, lapbench: Callable[..., Any]) -> Callable[..., Any]:
-    """Pre-trains and evaluates: ``pretrain("--trainer.max_epochs", 0)``."""
+def pretrain(
+    few_digits: Path, tmp_path: Path, lapbench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Any]:
+    """Pre-trains and evaluates: ``pretrain(run, "--trainer.max_epochs", 0)``. Rectangles stand in for the shapes."""
+    folder = make(tmp_path / "rectangles")
+    monkeypatch.setattr(datamodules, "ShapesSegmentation", lambda **given: Rectangles(**given | {"data_dir": folder}))
     crops = {"local_crops": 2, "local_size": 4, "jitter_prob": 0.0, "blur_prob": [0.0, 0.0, 0.0], "grey_prob": 0.0}
     data = {"data_dir": str(few_digits), "val_fraction": 0.25, "batch_size": 40, "multicrop": crops}
     config = {
@@ -80,10 +92,12 @@ def test_pretraining_ends_with_its_evaluations(
     record = read_record(run)
     assert (record.status, record.task, record.schedule, record.checkpoint) == ("finished", "DINO", "1L", "last")
     assert record.progress["step"] == 3
-    assert list(record.evaluations) == ["linear", "knn"]
+    assert list(record.evaluations) == NAMES
     assert record.evaluations["knn"]["samples"] == {"database": 120, "test": 37}
     assert record.metrics["linear/top1"] > 0.3
     assert record.metrics["knn/top1"] == record.metrics["knn/top1_k20"] > 0.3
+    assert record.metrics["segmentation/aacc"] > 0.2  # four classes
+    assert record.evaluations["segmentation"]["data"] == "shapes (synthetic)"
     table = lapbench("table", run, "--metric", "knn/top1")
     assert f"{100 * record.metrics['knn/top1']:.2f}" in table.out
 
@@ -97,8 +111,9 @@ def test_pretraining_ends_with_its_evaluations(
 
     monkeypatch.setattr(DINO, "load_state_dict", spoiled)
     settings = {f"--linear.{k}": v for k, v in PROBE.items()} | {f"--knn.{k}": v for k, v in NEIGHBORS.items()}
+    settings |= {f"--segmentation.{k}": v for k, v in PIXELS.items()}
     flags = [f"{flag}={json.dumps(value)}" for flag, value in settings.items()]
-    again = lapbench("evaluate", run, "--suite", "linear,knn", *flags)
+    again = lapbench("evaluate", run, "--suite", ",".join(NAMES), *flags)
     assert again.status == 0, again.err
     assert digest(run) == before
     after = read_record(run)
@@ -109,4 +124,4 @@ def test_its_untrained_backbone_is_evaluated_in_the_same_way(pretrain: Callable[
     outcome = pretrain(tmp_path / "run", "--trainer.max_epochs", 0)
     assert outcome.status == 0, outcome.err
     record = read_record(tmp_path / "run")
-    assert (record.status, record.progress["step"], list(record.evaluations)) == ("finished", 0, ["linear", "knn"])
+    assert (record.status, record.progress["step"], list(record.evaluations)) == ("finished", 0, NAMES)
