@@ -7,11 +7,12 @@ import warnings
 
 import lightning.pytorch  # noqa: F401  it sets its loggers' levels at import, which must not come after ours
 
-from tests.benchmarks import block, commands, decoder, index, streaming, training
+from tests.benchmarks import block, commands, decoder, dino, index, streaming, training
 
 SUITES = {
     "block": block.results,
     "decoder": decoder.results,
+    "dino": dino.results,
     "fit": training.results,
     "streaming": streaming.results,
     "index": index.results,
