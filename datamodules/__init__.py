@@ -8,19 +8,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lapbench.datamodules.builtin import CIFAR10, CIFAR100, Digits, ImageNet
+    from lapbench.datamodules.builtin import CIFAR10, CIFAR100, Digits, ImageNet, Shapes
     from lapbench.datamodules.builtin_text import FineWebEdu, PyDocs
     from lapbench.datamodules.chat import Chat
     from lapbench.datamodules.images import ImageShards
     from lapbench.datamodules.manifest import Manifest, Shard
     from lapbench.datamodules.mixtures import ChatSource
     from lapbench.datamodules.multicrop import MultiCrop
+    from lapbench.datamodules.segmentation import ADE20K, SegmentationFolder, ShapesSegmentation
     from lapbench.datamodules.text import TextShards
     from lapbench.datamodules.token_manifest import TokenManifest
     from lapbench.datamodules.tokenizer import Tokenizer
     from lapbench.datamodules.transforms import TrainTransform
 
 __all__ = [
+    "ADE20K",
     "CIFAR10",
     "CIFAR100",
     "Chat",
@@ -32,6 +34,9 @@ __all__ = [
     "Manifest",
     "MultiCrop",
     "PyDocs",
+    "SegmentationFolder",
+    "Shapes",
+    "ShapesSegmentation",
     "Shard",
     "TextShards",
     "TokenManifest",
@@ -40,6 +45,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "ADE20K": "segmentation",
     "Chat": "chat",
     "ChatSource": "mixtures",
     "FineWebEdu": "builtin_text",
@@ -47,6 +53,8 @@ _HOMES = {
     "Manifest": "manifest",
     "MultiCrop": "multicrop",
     "PyDocs": "builtin_text",
+    "SegmentationFolder": "segmentation",
+    "ShapesSegmentation": "segmentation",
     "Shard": "manifest",
     "TextShards": "text",
     "TokenManifest": "token_manifest",

@@ -84,6 +84,39 @@ class CIFAR100(CIFAR10):
         super().__init__(data_dir=data_dir, **kwargs)
 
 
+class Shapes(ImageShards):
+    """Synthetic coloured shapes: 2400 train and 480 test images of 64 x 64 in 24 classes; made on first use."""
+
+    num_classes = 24
+    mean = (0.476, 0.481, 0.463)
+    std = (0.201, 0.193, 0.198)
+
+    def __init__(
+        self,
+        data_dir: str = "data/shapes",
+        batch_size: int = 64,
+        num_workers: int = 0,
+        image_size: int = 64,
+        train_transform: TrainTransform = SMALL_COLOR,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            data_dir=data_dir,
+            batch_size=batch_size,
+            num_workers=num_workers,
+            image_size=image_size,
+            train_transform=train_transform,
+            **kwargs,
+        )
+
+    def prepare_data(self) -> None:
+        """Draw the images, and the scenes beside them, unless the folder holds a data set already."""
+        if not (self.data_dir / MANIFEST).is_file():
+            from lapbench.datamodules.convert.shapes import convert
+
+            convert(self.data_dir)
+
+
 class ImageNet(ImageShards):
     """ImageNet-1k: 1,281,167 train and 50,000 validation images in 1000 classes; tests on the validation split."""
 

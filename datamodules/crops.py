@@ -5,6 +5,7 @@ All stay with 8-bit pixels.
 
 import random
 from collections.abc import Callable
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from PIL import Image
 from timm.data.transforms import RandomResizedCropAndInterpolation
 from torch import Tensor
 from torchvision.transforms import functional
+from torchvision.transforms.functional import pil_modes_mapping
 from torchvision.transforms.v2 import functional as functional_v2
 
 from lapbench.datamodules.decoding import Pixels
@@ -39,7 +41,7 @@ class ResizedCrop:
 
     def __call__(self, pixels: Pixels) -> Pixels:
         """uint8 [H, W] or [H, W, 3] to [size, size] or [size, size, 3]."""
-        shape_only = torch.empty(pixels.shape[:2], device="meta")
+        shape_only = _shape_only(*pixels.shape[:2])
         top, left, height, width = self.drawn.get_params(shape_only, self.drawn.scale, self.drawn.ratio)
         choice = self.drawn.interpolation
         interpolation = random.choice(choice) if isinstance(choice, tuple) else choice
@@ -47,8 +49,14 @@ class ResizedCrop:
         return crop[:, ::-1] if self.hflip and torch.rand(1) < self.hflip else crop
 
 
+@lru_cache(maxsize=16)  # several crops of an image ask for the same
+def _shape_only(height: int, width: int) -> Tensor:
+    return torch.empty(height, width, device="meta")
+
+
 def _by_pillow(crop: Pixels, size: tuple[int, int], interpolation: functional.InterpolationMode) -> Pixels:
-    return np.asarray(functional.resize(Image.fromarray(crop), size, interpolation))
+    height, width = size
+    return np.asarray(Image.fromarray(crop).resize((width, height), pil_modes_mapping[interpolation]))
 
 
 def _by_torch(crop: Pixels, size: tuple[int, int], interpolation: functional.InterpolationMode) -> Pixels:

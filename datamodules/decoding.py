@@ -41,7 +41,7 @@ _TRANSPOSES = {
 # The JPEGs that need no conversion after decoding: what simplejpeg calls them and their pixels, by channels.
 _COMMON = {3: ("YCbCr", "RGB"), 1: ("Gray", "GRAY")}
 # What Pillow raises on damaged input, by format and kind of damage.
-_DAMAGE = (OSError, SyntaxError, ValueError, KeyError, IndexError, TypeError, EOFError, struct.error)
+DAMAGE = (OSError, SyntaxError, ValueError, KeyError, IndexError, TypeError, EOFError, struct.error)
 
 
 def decode_image(data: bytes, channels: int = 3) -> Pixels:
@@ -91,7 +91,7 @@ def _load(data: bytes) -> tuple[Image.Image, Image.Transpose | None]:
     try:
         image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
         image.load()
-    except (*_DAMAGE, Image.DecompressionBombError) as error:
+    except (*DAMAGE, Image.DecompressionBombError) as error:
         raise UserError(f"cannot decode the image ({len(data)} bytes): {_one_line(error)}") from error
     return image, _TRANSPOSES.get(_orientation(image)) if "exif" in image.info else None
 
@@ -111,7 +111,7 @@ def _orientation(image: Image.Image) -> int:
     """The EXIF orientation, 1 (upright) when there is none or it cannot be read."""
     try:
         orientation = image.getexif().get(_ORIENTATION, 1)
-    except _DAMAGE:
+    except DAMAGE:
         return 1
     return orientation if isinstance(orientation, int) else 1
 

@@ -7,13 +7,14 @@ colours: BYOL, https://arxiv.org/abs/2006.07733, appendix B).
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from PIL import Image, ImageFilter
 from timm.data.transforms import RandomResizedCropAndInterpolation, str_to_interp_mode
 from torch import Tensor
-from torchvision import transforms
+from torchvision.transforms import Resize, functional
 
 from lapbench.datamodules.crops import ResizedCrop
 from lapbench.datamodules.decoding import Pixels
@@ -21,7 +22,8 @@ from lapbench.datamodules.sharded import check_at_least
 from lapbench.datamodules.transforms import BACKENDS, FIXED_INTERPOLATIONS, check_bounds, check_one_of, check_within
 from lapbench.errors import UserError
 
-Stage = Callable[[Image.Image], Image.Image]
+# A change of an image and its probability.
+Stage = tuple[float, Callable[[Image.Image], Image.Image]]
 
 
 @dataclass(frozen=True)
@@ -96,27 +98,37 @@ def build_multicrop(settings: MultiCrop, image_size: int, channels: int) -> Call
 
 
 def _stages(settings: MultiCrop, channels: int, blur_prob: float, solarize_prob: float) -> list[Stage]:
-    """What happens to a crop's colours, in order; what never happens is left out."""
-    brightness, contrast, saturation, hue = settings.color_jitter
-    color = (saturation, hue) if channels == 3 else (0, 0)
-    jitter = transforms.ColorJitter(brightness, contrast, *color)
-    stages = (
-        (settings.jitter_prob, transforms.RandomApply([jitter], settings.jitter_prob)),
-        (settings.grey_prob * (channels == 3), transforms.RandomGrayscale(settings.grey_prob)),
-        (blur_prob, transforms.RandomApply([_Blur(settings.blur_radius)], blur_prob)),
-        (solarize_prob, transforms.RandomSolarize(128, solarize_prob)),
-    )
-    return [stage for probability, stage in stages if probability]
+    """What may happen to a crop's colours, in order; what never happens is left out."""
+    stages: list[Stage] = [
+        (settings.jitter_prob, _Jitter(settings.color_jitter, channels)),
+        (settings.grey_prob if channels == 3 else 0.0, partial(functional.to_grayscale, num_output_channels=3)),
+        (blur_prob, partial(_blur, settings.blur_radius)),
+        (solarize_prob, partial(functional.solarize, threshold=128)),
+    ]
+    return [stage for stage in stages if stage[0]]
 
 
-class _Blur:
-    """Gaussian blur as Pillow approximates it, of a random radius."""
+class _Jitter:
+    """torchvision's ``ColorJitter``, drawn from Python's generator: torch's takes as long as jittering a small crop."""
 
-    def __init__(self, radius: tuple[float, float]) -> None:
-        self.radius = radius
+    def __init__(self, strengths: tuple[float, float, float, float], channels: int) -> None:
+        brightness, contrast, saturation, hue = strengths
+        steps = [
+            (functional.adjust_brightness, max(0, 1 - brightness), 1 + brightness),
+            (functional.adjust_contrast, max(0, 1 - contrast), 1 + contrast),
+            (functional.adjust_saturation, max(0, 1 - saturation), 1 + saturation),
+            (functional.adjust_hue, -hue, hue),
+        ]
+        self.steps = [step for step in steps[: 4 if channels == 3 else 2] if step[1] < step[2]]
 
     def __call__(self, image: Image.Image) -> Image.Image:
-        return image.filter(ImageFilter.GaussianBlur(random.uniform(*self.radius)))
+        for adjust, low, high in random.sample(self.steps, len(self.steps)):
+            image = adjust(image, random.uniform(low, high))
+        return image
+
+
+def _blur(radius: tuple[float, float], image: Image.Image) -> Image.Image:
+    return image.filter(ImageFilter.GaussianBlur(random.uniform(*radius)))
 
 
 class _Views:
@@ -138,8 +150,9 @@ class _Views:
     def _augmented(self, crop: Pixels, stages: list[Stage]) -> Pixels:
         if stages:
             image = Image.fromarray(crop)
-            for stage in stages:
-                image = stage(image)
+            for probability, stage in stages:
+                if random.random() < probability:
+                    image = stage(image)
             crop = np.asarray(image)
         if self.keeps_intensity:
             return crop
@@ -154,7 +167,7 @@ class _Resolutions:
     def __init__(self, views: list[_Views], least: int, interpolation: str) -> None:
         self.views = views
         self.least = least
-        self.enlarged = transforms.Resize(least, str_to_interp_mode(interpolation)) if least else None
+        self.enlarged = Resize(least, str_to_interp_mode(interpolation)) if least else None
 
     def __call__(self, pixels: Pixels) -> list[Tensor]:
         """uint8 [H, W] or [H, W, 3] to a tensor for each resolution."""

@@ -23,7 +23,10 @@ COMMANDS: dict[str, Command] = {
     "test": Command("lapbench.training.commands:test", "score a run's checkpoint on the test split"),
     "predict": Command("lapbench.training.commands:predict", "write a run's predictions for the test split"),
     "generate": Command("lapbench.training.commands:generate", "let a run's language model continue texts"),
-    "evaluate": Command("lapbench.training.commands:evaluate", "measure a run, or any timm model: linear probe, k-NN, segmentation, language"),
+    "evaluate": Command(
+        "lapbench.training.commands:evaluate",
+        "measure a run, or any timm model: linear probe, k-NN, segmentation, language",
+    ),
     "data": Command("lapbench.datamodules.convert:main", "convert a data set to WebDataset shards"),
     "sweep": Command("lapbench.sweeps.launch:main", "train every cell of a grid: schedules x seeds x anything"),
     "table": Command("lapbench.results.table:main", "print the leaderboard of a folder of runs"),

@@ -5,7 +5,18 @@ A new data set is one `Command` in `COMMANDS`.
 
 import sys
 
-from lapbench.datamodules.convert import chat, cifar, digits, fineweb_edu, imagenet, index, pydocs, tokenizer
+from lapbench.datamodules.convert import (
+    ade20k,
+    chat,
+    cifar,
+    digits,
+    fineweb_edu,
+    imagenet,
+    index,
+    pydocs,
+    shapes,
+    tokenizer,
+)
 from lapbench.datamodules.convert.command import Command
 from lapbench.datamodules.convert.report import report
 from lapbench.errors import ArgumentParser
@@ -15,6 +26,8 @@ COMMANDS: dict[str, Command] = {
     "cifar10": cifar.COMMANDS["cifar10"],
     "cifar100": cifar.COMMANDS["cifar100"],
     "imagenet": imagenet.COMMAND,
+    "ade20k": ade20k.COMMAND,
+    "shapes": shapes.COMMAND,
     "index": index.COMMAND,
     "pydocs": pydocs.COMMAND,
     "fineweb-edu": fineweb_edu.COMMAND,

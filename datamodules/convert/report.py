@@ -2,27 +2,39 @@
 
 import shlex
 
+from lapbench.datamodules.convert import ade20k, shapes
 from lapbench.datamodules.convert.chat import Converted
 from lapbench.datamodules.convert.pipeline import DAMAGED
 from lapbench.datamodules.convert.token_shards import EMPTY
 from lapbench.datamodules.convert.tokenizer import Trained
+from lapbench.datamodules.layout import Layout
 from lapbench.datamodules.manifest import Manifest
 from lapbench.datamodules.token_manifest import TokenManifest
 
 # The config that trains on each data set.
 CONFIGS = {
     **{name: f"supervised/{name}" for name in ("digits", "cifar10", "cifar100", "imagenet")},
+    shapes.DATASET: "ssl/shapes",
     "pydocs": "language/pydocs",
     "fineweb-edu": "language/d20_pretrain",
 }
 
 
-def report(result: Manifest | TokenManifest | Trained | Converted, already: bool, out: str) -> str:
+Result = Manifest | TokenManifest | Trained | Converted | Layout | shapes.Drawn
+
+
+def report(result: Result, already: bool, out: str) -> str:
     """The lines on what a command made in ``out``, or found there."""
-    if isinstance(result, Trained):
+    if isinstance(result, shapes.Drawn):
+        images, following = report(result.images, already, out).splitlines()
+        lines = [images, _pairs(result.scenes, f"{out}/{shapes.SCENES}"), following]
+    elif isinstance(result, Trained):
         lines = _tokenizer(result, out)
     elif isinstance(result, Converted):
         lines = _conversations(result, out)
+    elif isinstance(result, Layout):
+        lines = _masks(result, out)
+        lines[0] = "already converted: " * already + lines[0]
     else:
         lines = _images(result) if isinstance(result, Manifest) else _tokens(result)
         lines[0] = f"{'already converted: ' * already}{result.dataset}: {lines[0]} in {out}"
@@ -71,6 +83,20 @@ def _conversations(converted: Converted, out: str) -> list[str]:
     if converted.invalid:
         lines.append(f"invalid rows left out: {len(converted.invalid):,}; the first is {converted.invalid[0]}")
     return [*lines, f"next: make {out} one of data.init_args.sources, as in the config language/d20_midtrain"]
+
+
+def _pairs(layout: Layout, out: str) -> str:
+    images = " + ".join(f"{count:,} {split}" for split, count in layout.images.items())
+    return f"{layout.dataset}: {images} images with masks of {layout.num_classes} classes in {out}"
+
+
+def _masks(layout: Layout, out: str) -> list[str]:
+    lines = [_pairs(layout, out)]
+    if layout.images != ade20k.IMAGES:
+        whole = " + ".join(f"{count:,}" for count in ade20k.IMAGES.values())
+        lines.append(f"this is not the whole benchmark, which has {whole} images")
+    config = "segmentation/ade20k_linear"
+    return [*lines, f"next: lapbench fit --config {config} --data.init_args.data_dir {shlex.quote(out)}"]
 
 
 def _files(shards: int, size: int) -> str:

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from lapbench.backbones import VisionBackbone
-from lapbench.datamodules.images import ImageShards
+from lapbench.datamodules.images import ImageShards, Part
 from lapbench.errors import UserError
 from lapbench.evaluation.base import Evaluation, FinishedTraining
 from lapbench.evaluation.features import AT_ONCE, image_token, last_tokens
+from lapbench.evaluation.plain_data import PlainData
 from lapbench.evaluation.processes import Processes
 
+TOPS = (1, 5)
 Batch = tuple[Tensor, Tensor, list[str]]
 
 
@@ -79,29 +81,30 @@ class NearestNeighbors(Evaluation):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Says before training what would only be found out after it."""
         if stage == "fit":
-            self._check(trainer.datamodule)  # type: ignore[attr-defined]
+            data = self._check(trainer.datamodule)  # type: ignore[attr-defined]
+            self._check_k(data.samples_of("train"))
 
     def evaluate(self, run: FinishedTraining) -> dict[str, Any]:
         """Embeds the training split, then classifies ``split``."""
         s, data = self.settings, self._check(run.data)
-        embedding = _Embedding(cast(VisionBackbone, run.task.backbone), data)
+        embedding = _Embedding(cast(VisionBackbone, run.task.backbone))
         processes = Processes.of(run.outer)
         parts = zip(*_predict(run, embedding, data, "train"), strict=True)
         features, labels = (processes.cat(torch.cat(part)) for part in parts)
+        self._check_k(len(labels))
         device = run.outer.strategy.root_device if s.database_device == "auto" else torch.device("cpu")
         database = Database(features.to(device), labels.to(device), data.num_classes)
         counted = _predict(run, _Classification(embedding, database, s), data, s.split)
-        hits = processes.cat(torch.stack(counted).sum(0, keepdim=True)).sum(0)
+        hits_of_all = processes.cat(torch.stack(counted)).sum(0)
         queries = data.samples_of(s.split)
-        scores = {
-            k: {name: int(n) / queries for name, n in zip(("top1", "top5"), of_k, strict=True)}
-            for k, of_k in zip(s.k, hits, strict=True)
+        metrics = {
+            f"{self.name}/top{top}_k{k}": int(count) / queries
+            for k, of_k in zip(s.k, hits_of_all, strict=True)
+            for top, count in zip(TOPS, of_k, strict=True)
         }
-        metrics = {f"{self.name}/{name}": value for name, value in scores[s.report_k].items()}
-        for k, of_k in scores.items():
-            metrics |= {f"{self.name}/{name}_k{k}": value for name, value in of_k.items()}
+        reported = {f"{self.name}/top{top}": metrics[f"{self.name}/top{top}_k{s.report_k}"] for top in TOPS}
         return {
-            "metrics": metrics,
+            "metrics": {**reported, **metrics},
             "settings": asdict(s),
             "samples": {"database": len(labels), s.split: queries},
         }
@@ -115,10 +118,14 @@ class NearestNeighbors(Evaluation):
                 f"{me}.split val: {type(data).__name__} has no validation split: "
                 "hold one out with data.val_fraction > 0, or classify split test"
             )
-        samples = data.samples_of("train")
-        if max(s.k) > samples:
-            raise UserError(f"{me}.k: expected at most the {samples} samples that training draws from, got {max(s.k)}")
         return data
+
+    def _check_k(self, samples: int) -> None:
+        k = max(self.settings.k)
+        if k > samples:
+            raise UserError(
+                f"{type(self).__name__}.k: expected at most the {samples} samples that training draws from, got {k}"
+            )
 
 
 @dataclass(frozen=True)
@@ -170,48 +177,41 @@ class Database:
         return torch.stack([of_k[count] for count in k])
 
 
-def hits(votes: Tensor, labels: Tensor, tops: tuple[int, ...] = (1, 5)) -> Tensor:
+def hits(votes: Tensor, labels: Tensor) -> Tensor:
     """How many queries have their own class among those with the most votes.
 
     Args:
         votes: [..., Q, C].
         labels: [Q].
-        tops: Among how many classes.
 
     Returns:
-        [..., len(tops)] int64.
+        [..., 2] int64: for each of ``TOPS``, how many have it among that many classes.
     """
     own = labels.view(-1, 1).expand(*votes.shape[:-1], 1)
     of_own = votes.gather(-1, own)
     lower = torch.arange(votes.size(-1), device=votes.device) < own
     ahead = ((votes > of_own) | ((votes == of_own) & lower)).sum(-1)
     voted = of_own.squeeze(-1) > 0
-    return torch.stack([((ahead < top) & voted).sum(-1) for top in tops], dim=-1)
+    return torch.stack([((ahead < top) & voted).sum(-1) for top in TOPS], dim=-1)
 
 
-def _predict(run: FinishedTraining, module: pl.LightningModule, data: ImageShards, part: Any) -> list[Any]:
+def _predict(run: FinishedTraining, module: pl.LightningModule, data: ImageShards, part: Part) -> list[Any]:
     """What ``module`` says of each batch of this process's share."""
-    predicted = run.trainer().predict(module, dataloaders=data.plain_dataloader(part))
-    return cast("list[Any]", predicted)
+    return cast("list[Any]", run.trainer().predict(module, datamodule=PlainData(data, part)))
 
 
 class _Embedding(pl.LightningModule):
     """Features of unit length. The backbone is no module of it: it stays as and where it is."""
 
-    def __init__(self, backbone: VisionBackbone, data: ImageShards) -> None:
+    def __init__(self, backbone: VisionBackbone) -> None:
         super().__init__()
         self._backbone = (backbone,)
-        self._data = data
 
     def forward(self, images: Tensor) -> Tensor:
         """[B, D] in float32 of images [B, C, H, W]."""
         (backbone,) = self._backbone
         (tokens,) = last_tokens(backbone, images)
         return nn.functional.normalize(image_token(backbone, tokens).float(), dim=1)
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Normalises the images, as the data module has it done."""
-        return self._data.on_after_batch_transfer(batch, dataloader_idx)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> tuple[Tensor, Tensor]:
         images, labels, _ = batch
@@ -227,15 +227,12 @@ class _Classification(pl.LightningModule):
         self.database = database
         self.settings = settings
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return self.embedding.on_after_batch_transfer(batch, dataloader_idx)
-
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         images, labels, _ = batch
         device = self.database.features.device
         queries, labels = self.embedding(images).to(device), labels.to(device)
         counted = []
-        for piece, of_piece in zip(queries.split(AT_ONCE), labels.split(AT_ONCE), strict=True):
+        for piece, of_piece in zip(torch.split(queries, AT_ONCE), torch.split(labels, AT_ONCE), strict=True):
             padded = nn.functional.pad(piece, (0, 0, 0, AT_ONCE - len(piece)))
             votes = self.database.votes(padded, self.settings.k, self.settings.temperature)
             counted.append(hits(votes[:, : len(piece)], of_piece))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -57,7 +58,7 @@ class Processes:
         sizes = [0] * self.count
         dist.all_gather_object(sizes, len(tensor), group=self.group)
         whole = tensor.new_empty(sum(sizes), *tensor.shape[1:])
-        for rank, part in enumerate(whole.split(sizes)):
+        for rank, part in enumerate(torch.split(whole, sizes)):
             if rank == self.rank:
                 part.copy_(tensor)
             dist.broadcast(part, src=rank, group=self.group)

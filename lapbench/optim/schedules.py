@@ -17,17 +17,17 @@ class LRSchedule:
     Where an optimizer's groups have several peaks, these rates are the first one's, and the others go in proportion.
 
     Args:
-        name: "cosine" from the peak to ``min_lr``, "constant", or "trapezoid": constant, then linear to
+        name: "cosine" or "linear" from the peak to ``min_lr``, "constant", or "trapezoid": constant, then linear to
             ``final_fraction`` of the peak over the last steps (arXiv 2405.18392).
         warmup_epochs: Length of the linear warm-up, in epochs.
         warmup_steps: Its length in optimizer steps; null goes by ``warmup_epochs``.
         warmup_lr: Learning rate of the first step of a warm-up, absolute.
-        min_lr: Learning rate after the last step of "cosine", absolute.
+        min_lr: Learning rate after the last step of "cosine" and "linear", absolute.
         warmdown: Share of all steps that the linear decay of "trapezoid" takes.
         final_fraction: Learning rate after the last step of "trapezoid", in peaks.
     """
 
-    name: Literal["cosine", "constant", "trapezoid"] = "cosine"
+    name: Literal["cosine", "linear", "constant", "trapezoid"] = "cosine"
     warmup_epochs: float = 5.0
     warmup_steps: int | None = None
     warmup_lr: float = 1e-6
@@ -43,8 +43,8 @@ class LRSchedule:
 def learning_rate(step: int, *, peak: float, total: int, warmup: int, settings: LRSchedule) -> float:
     """The learning rate of optimizer step ``step`` (0-based) of ``total``, after ``warmup`` linear ones.
 
-    ``learning_rate(total, ...)``, which a scheduler reaches after the last step, is ``min_lr`` for cosine and
-    ``final_fraction`` peaks for trapezoid.
+    ``learning_rate(total, ...)``, which a scheduler reaches after the last step, is ``min_lr`` for cosine and linear,
+    and ``final_fraction`` peaks for trapezoid.
     """
     if step < warmup:
         return settings.warmup_lr + (peak - settings.warmup_lr) * step / warmup
@@ -53,6 +53,9 @@ def learning_rate(step: int, *, peak: float, total: int, warmup: int, settings: 
     if settings.name == "trapezoid":
         left = min(1.0, max(0, total - step) / max(1, _warmdown(settings, total)))
         return peak * (left + (1 - left) * settings.final_fraction)
+    if settings.name == "linear":
+        done = min(1.0, (step - warmup) / max(1, total - warmup))
+        return peak + (settings.min_lr - peak) * done
     return cosine(step - warmup, start=peak, end=settings.min_lr, total=total - warmup)
 
 
@@ -75,7 +78,7 @@ def build_scheduler(optimizer: Optimizer, settings: LRSchedule, *, total: int, w
     peak = optimizer.param_groups[0]["lr"]
     if not peak > 0:
         raise UserError(f"optimizer.lr: expected a learning rate above 0, got {peak:g}")
-    for key in ("warmup_lr", "min_lr") if settings.name == "cosine" else ("warmup_lr",):
+    for key in ("warmup_lr", "min_lr") if settings.name in ("cosine", "linear") else ("warmup_lr",):
         if not 0 <= getattr(settings, key) <= peak:
             raise UserError(f"lr_schedule.{key}: expected 0..{peak:g} (the peak), got {getattr(settings, key):g}")
     if settings.name == "trapezoid":

@@ -1,9 +1,10 @@
 """The line below a table that says what its numbers are."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from lapbench.results.metrics import SPLITS, MetricKind, kind_of, split_of
+from lapbench.results.metrics import SPLITS, MetricKind, base_of, kind_of, split_of
 from lapbench.results.record import Record
 
 
@@ -26,7 +27,7 @@ def caption(
     data = {record.data for record in records}
     of = next(iter(data)) if len(data) == 1 else ""
     after = f"after stage {' or '.join(stages)}" if stages else ""
-    parts = _one(metrics[0], of, after) if len(metrics) == 1 else _several(metrics, of, after)
+    parts = _one(metrics[0], of, after, records) if len(metrics) == 1 else _several(metrics, of, after, records)
     parts.append("mean ± standard deviation (ddof 1) over n seeds")
     # Runs that neither test nor evaluate have what the last epoch logged.
     checkpoints = Counter(record.checkpoint or "none" for record in records)
@@ -47,21 +48,22 @@ def caption(
     return "; ".join(parts) + "."
 
 
-def _one(metric: str, of: str, after: str) -> list[str]:
+def _one(metric: str, of: str, after: str, records: Sequence[Record]) -> list[str]:
     kind, split = kind_of(metric), split_of(metric)
     what = f"{metric}: {kind.title}{' in %' if kind.percent else ''}"
     what += f" on the {split} split" if split in SPLITS else ""
     what += f" of {of}" if of else ""
-    what += f", by evaluation {split}" if split and split not in SPLITS else ""
+    what += f", by evaluation {_described(split, records)}" if split and split not in SPLITS else ""
     return [what + (f", {after}" if after else ""), _direction(kind)]
 
 
-def _several(metrics: Sequence[str], of: str, after: str) -> list[str]:
+def _several(metrics: Sequence[str], of: str, after: str, records: Sequence[Record]) -> list[str]:
     """Those that have unit, source and direction in common share a part."""
     groups: dict[str, list[str]] = {}
     for metric in metrics:
         kind, split = kind_of(metric), split_of(metric)
-        source = f"on the {split} split" if split in SPLITS else f"by evaluation {split}" if split else ""
+        source = f"on the {split} split" if split in SPLITS else ""
+        source = f"by evaluation {_described(split, records)}" if split and not source else source
         what = ", ".join(filter(None, ["in %" if kind.percent else "", source, _direction(kind)]))
         title = "" if kind.title == metric.rpartition("/")[2] else f" ({kind.title})"
         groups.setdefault(what, []).append(metric + title)
@@ -74,3 +76,24 @@ def _direction(kind: MetricKind) -> str:
     if kind.higher_is_better is None:
         return "not ranked, as it is not known which direction is better"
     return f"{'higher' if kind.higher_is_better else 'lower'} is better"
+
+
+def _described(evaluation: str, records: Sequence[Record]) -> str:
+    """Its name and what it did, as far as its sections in the records say."""
+    sections = [record.evaluations[evaluation] for record in records if evaluation in record.evaluations]
+    words = list(dict.fromkeys(filter(None, (_did(base_of(evaluation), section) for section in sections))))
+    return f"{evaluation} ({' or '.join(words)})" if words else evaluation
+
+
+def _did(evaluation: str, section: Mapping[str, Any]) -> str:
+    settings = section.get("settings", {})
+    on = f"on the {settings['split']} split" if "split" in settings else ""
+    if evaluation == "linear":
+        held_out = "chosen on samples held out of training" if section.get("chosen_on") else ""
+        return ", ".join(filter(None, [f"a linear classifier of frozen features {on}".strip(), held_out]))
+    if evaluation == "knn":
+        k = f", k = {settings['report_k']}" if "report_k" in settings else ""
+        return f"weighted nearest neighbours of frozen features {on}".strip() + k
+    if evaluation == "segmentation":
+        return f"a head on the frozen backbone, data: {section['data']}" if "data" in section else ""
+    return ""

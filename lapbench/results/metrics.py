@@ -2,8 +2,9 @@
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+_TOP_OF_K = re.compile(r"(top[15])_k([0-9]+)")
 _PASS_AT = re.compile(r"(.+_)?pass@[0-9]+")
 
 
@@ -30,6 +31,9 @@ KINDS: dict[str, MetricKind] = {
     "mmlu": MetricKind("MMLU", percent=True, higher_is_better=True),
     "gsm8k": MetricKind("GSM8K", percent=True, higher_is_better=True),
     "gsm8k_flexible": MetricKind("GSM8K, last number", percent=True, higher_is_better=True),
+    "miou": MetricKind("mean IoU over classes", percent=True, higher_is_better=True),
+    "macc": MetricKind("mean accuracy over classes", percent=True, higher_is_better=True),
+    "aacc": MetricKind("accuracy over pixels", percent=True, higher_is_better=True),
     "average": MetricKind("average", percent=True, higher_is_better=True),
     "loss": MetricKind("loss", higher_is_better=False),
     "bits_per_byte": MetricKind("bits per byte", higher_is_better=False),
@@ -37,14 +41,26 @@ KINDS: dict[str, MetricKind] = {
 }
 """By the last part of a metric's name or its ending: "test/top1", "val/ema_loss". Add a metric's direction here."""
 
-DEFAULTS = ("test/top1", "val/top1", "test/bits_per_byte", "val/bits_per_byte")
+DEFAULTS = ("test/top1", "val/top1", "linear/top1", "knn/top1", "val/miou", "test/bits_per_byte", "val/bits_per_byte")
+EVALUATIONS = {"linear": "linear-probe", "knn": "k-NN"}
+"""What the titles of an evaluation's metrics begin with, where a table may show the task's own beside them."""
+
 SPLITS = ("train", "val", "test")
 """What a metric's name begins with if it is the task's; any other beginning names an evaluation after training."""
 
 
 def kind_of(metric: str) -> MetricKind:
     """The kind of a metric named "split/name"; one that `KINDS` does not know is printed but not ranked."""
-    name = metric.rpartition("/")[2]
+    evaluation = base_of(split_of(metric) or "")
+    kind = _kind_of(metric.rpartition("/")[2])
+    if evaluation not in EVALUATIONS or kind.higher_is_better is None:
+        return kind
+    return replace(kind, title=f"{EVALUATIONS[evaluation]} {kind.title}")
+
+
+def _kind_of(name: str) -> MetricKind:
+    if match := _TOP_OF_K.fullmatch(name):
+        return replace(_kind_of(match[1]), title=f"{_kind_of(match[1]).title}, k = {match[2]}")
     if _PASS_AT.fullmatch(name):
         return MetricKind(name.replace("humaneval_", "HumanEval "), percent=True, higher_is_better=True)
     for ending, kind in KINDS.items():
@@ -56,6 +72,11 @@ def kind_of(metric: str) -> MetricKind:
 def split_of(metric: str) -> str | None:
     """ "test" for "test/top1", "linear" (an evaluation) for "linear/top1", None for a name without either."""
     return metric.partition("/")[0] if "/" in metric else None
+
+
+def base_of(evaluation: str) -> str:
+    """ "linear" for "linear-epoch-3", the name that `lapbench evaluate --ckpt` gives it."""
+    return evaluation.partition("-")[0]
 
 
 def show(value: float, kind: MetricKind, scale: float | None = None, sign: bool = False) -> str:

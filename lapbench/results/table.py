@@ -206,9 +206,7 @@ def _rank(cells: dict[tuple[str, str], Cell], column: Column, rows: Sequence[str
             cells[place] = replace(cells[place], rank=rank)
 
 
-def _compare(
-    cells: dict[tuple[str, str], Cell], column: Column, baseline: str | None, rows: Sequence[str]
-) -> None:
+def _compare(cells: dict[tuple[str, str], Cell], column: Column, baseline: str | None, rows: Sequence[str]) -> None:
     reference = cells.get((baseline, column.name)) if baseline else None
     if reference is None or not reference.complete or reference.summary is None:
         return

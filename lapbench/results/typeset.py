@@ -43,8 +43,8 @@ def escape_latex(value: str) -> str:
 def latex(title: str, columns: Heads, rows: Rows, footer: Sequence[str], references: int = 0) -> str:
     """A ``table`` environment; the document needs ``\\usepackage[T1]{fontenc}`` and ``\\usepackage{booktabs}``.
 
-    A page is `PAGE_COLUMNS` columns wide: the others go into further tabulars below. A rule sets the last ``references``
-    rows apart.
+    A page is `PAGE_COLUMNS` columns wide: the others go into further tabulars below. A rule sets the last
+    ``references`` rows apart.
     """
     caption, *notes = footer
     lines = [

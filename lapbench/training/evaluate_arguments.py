@@ -53,7 +53,9 @@ class Request:
         """
         names, name = self.options.suite, self.options.name
         if name is not None and len(names) > 1:
-            raise UserError(f"--name: expected one evaluation in --suite, got {len(names)}; --{names[0]}.name names one")
+            raise UserError(
+                f"--name: expected one evaluation in --suite, got {len(names)}; --{names[0]}.name names one"
+            )
         given = [] if name is None else [f"--{names[0]}.name={name}"]
         return Suite(names, [*given, *self.of(*names)], suffix=self._suffix)
 
@@ -119,9 +121,7 @@ def _parser() -> tuple[ArgumentParser, argparse._ArgumentGroup, argparse._Argume
     parser = ArgumentParser(prog="lapbench evaluate", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("what", metavar="RUN", help="folder of a run, or the name of a timm model")
     parser.add_argument("--ckpt", metavar="CKPT", help="last, best or a file (default: the one that the run declares)")
-    parser.add_argument(
-        "--name", help="name in record and tables (default: the evaluation's; with --ckpt linear-CKPT)"
-    )
+    parser.add_argument("--name", help="name in record and tables (default: the evaluation's; with --ckpt linear-CKPT)")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument(
         "--suite", metavar="NAME,...", type=suite_names, help=f"vision backbones: some of {','.join(SUITE)}"

@@ -61,6 +61,10 @@ def evaluate_run(cli: CLI, request: Request, evaluations: Sequence[Evaluation]) 
     assert run is not None
     assert checkpoint is not None  # as there is a folder
     trainer.datamodule = cli.datamodule  # type: ignore[attr-defined]
+    if request.options.suite:
+        if _rank() == 0:
+            cli.datamodule.prepare_data()
+        cli.datamodule.setup()
     for evaluation in evaluations:
         evaluation.setup(trainer, cli.model, "fit")  # says now what would only be found out later
     if request.options.suite and _rank() == 0:

@@ -30,9 +30,7 @@ def parse_request(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--max-tokens", metavar="N", type=positive, default=128, help="most new tokens (default: 128)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
     parser.add_argument("--top-k", metavar="K", type=positive, default=50, help="likeliest tokens to draw from (50)")
-    parser.add_argument(
-        "--seed", type=natural, default=0, help="of the first text, counted on for others (default: 0)"
-    )
+    parser.add_argument("--seed", type=natural, default=0, help="of the first text, counted on for others (default: 0)")
     parser.add_argument("--chat", action="store_true", help="the texts are questions of a user to answer")
     parser.add_argument("--ckpt", metavar="CKPT", help="last, best or a file (default: the one that the run declares)")
     request = parser.parse_args(argv)

@@ -43,7 +43,10 @@ def test_it_is_a_backbone_without_laplacian_heads_and_without_parameters() -> No
     ("settings", "reason"),
     [
         ({"heads": 1}, "it has no heads: expected heads 0, got 1"),
-        ({"drop_path": 0.1}, "expected no settings but img_size, patch_size, in_chans, dynamic_img_size, got drop_path"),
+        (
+            {"drop_path": 0.1},
+            "expected no settings but img_size, patch_size, in_chans, dynamic_img_size, got drop_path",
+        ),
         ({"embed_dim": 64}, "got options {'embed_dim': 64}"),
         ({"pretrained": True}, "got pretrained True"),
         ({"num_classes": 10}, "it has no classifier: expected num_classes 0"),
@@ -53,7 +56,7 @@ def test_it_is_a_backbone_without_laplacian_heads_and_without_parameters() -> No
     ],
 )
 def test_settings_that_make_no_sense_are_one_line(settings: dict[str, Any], reason: str) -> None:
-    with pytest.raises(UserError, match="^backbone pixels: ") as caught:
+    with pytest.raises(UserError, match=r"^backbone pixels: ") as caught:
         build(**settings)
     assert reason in str(caught.value)
 

@@ -19,7 +19,9 @@ from lapbench.tasks import ImageClassification
 
 Command = Callable[..., Any]
 HERE = Path(__file__).parent
-PROBE = ("lapbench.evaluation.LinearProbe", {"epochs": 3, "batch_size": 60, "lr": 0.5})
+# 2 steps an epoch, of 90 images; 30 choose between the two heads.
+TWO_HEADS = {"lrs": [0.5, 0.05], "lr_batch_size": None, "select_fraction": 0.25}
+PROBE: tuple[str, dict[str, Any]] = ("lapbench.evaluation.LinearProbe", {"epochs": 3, "batch_size": 45, **TWO_HEADS})
 DRAWS: tuple[str, dict[str, Any]] = ("fakes.Draws", {})
 FAILS: tuple[str, dict[str, Any]] = ("fakes.Fails", {})
 
@@ -148,7 +150,7 @@ def test_a_signal_in_an_evaluation_interrupts_the_run(
     assert (record.status, record.error, record.finished) == ("interrupted", None, None)
     assert list(record.evaluations) == ["draws"]
     assert again(run).status == 0
-    # 2 steps an epoch, 3 epochs: one whole epoch was kept.
+    # 3 epochs: one whole one was kept.
     assert len(calls) == 3 + 4
     assert list(read_record(run).evaluations) == ["draws", "linear"]
 
@@ -218,13 +220,15 @@ def test_a_killed_run_goes_on_with_what_is_missing(
 def test_two_processes_give_the_result_of_one(
     finished: Path, with_evaluations: Command, again: Command, tmp_path: Path
 ) -> None:
-    """Both see the same global batches: 4 in an epoch of 120 images."""
-    probe = ("lapbench.evaluation.LinearProbe", {"epochs": 4, "batch_size": 30, "lr": 0.5})
+    """Both see the same global batches: 3 in an epoch of 90 images."""
+    settings = {"epochs": 4, "batch_size": 30, **TWO_HEADS}
+    probe: tuple[str, dict[str, Any]] = ("lapbench.evaluation.LinearProbe", settings)
+    cached = (probe[0], {**settings, "cache_features": True, "name": "cached"})
     one, two = (shutil.copytree(finished, tmp_path / name) for name in ("one", "two"))
-    assert again(with_evaluations(one, probe)).status == 0
+    assert again(with_evaluations(one, probe, cached)).status == 0
     alone = ("fakes.Fails", {"rank": 1})
     group, after = (("fakes.Group", {"name": name}) for name in ("group", "after"))
-    with_evaluations(two, probe, group, alone, after, devices=2, strategy="ddp")
+    with_evaluations(two, probe, cached, group, alone, after, devices=2, strategy="ddp")
     command = [sys.executable, "-m", "lapbench", "fit", "--config", two / "config.yaml", "--run.dir", two]
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
@@ -235,12 +239,15 @@ def test_two_processes_give_the_result_of_one(
     assert "Traceback" not in done.stderr
     expected, record = read_record(one), read_record(two)
     assert record.status == "finished"
-    assert list(record.evaluations) == ["linear", "group", "fails", "after"]
-    found = record.evaluations["linear"]["metrics"]
-    wanted = expected.evaluations["linear"]["metrics"]
-    assert found["linear/top1"] == wanted["linear/top1"]
-    assert found["linear/loss"] == pytest.approx(wanted["linear/loss"], rel=1e-9)
-    assert wanted["linear/loss"] < 2.3
+    assert list(record.evaluations) == ["linear", "cached", "group", "fails", "after"]
+    for name in ("linear", "cached"):
+        found, wanted = (r.evaluations[name] for r in (record, expected))
+        assert found["metrics"] == pytest.approx(wanted["metrics"], rel=1e-9)
+        assert found["chosen"] == wanted["chosen"]
+        for key in ("top1", "loss"):
+            ours, theirs = ([head[key] for head in section["heads"]] for section in (found, wanted))
+            assert ours == pytest.approx(theirs, rel=1e-9)
+        assert wanted["metrics"][f"{name}/loss"] < 2.3
     # The process group is still there, the same for all, also after one process alone has failed.
     assert record.evaluations["fails"] == {"error": "process 1 of 2: RuntimeError: out of memory"}
     assert record.metrics["group/sum"] == record.metrics["after/sum"] == 3

@@ -15,15 +15,30 @@ from lapbench.backbones import VisionSettings, build_backbone
 from lapbench.datamodules import Digits
 from lapbench.datamodules.plan import mixed
 from lapbench.errors import UserError
-from lapbench.evaluation import LinearProbe
+from lapbench.evaluation import LinearProbe, linear_probe
 from lapbench.evaluation.after_fit import AfterFit
-from lapbench.evaluation.linear_probe import AT_ONCE, mean_patch_token
+from lapbench.evaluation.features import AT_ONCE
+from lapbench.evaluation.probe_features import Features
 from lapbench.results.record import read_record
 from lapbench.tasks import ImageClassification
 from lapbench.training.checkpoint_io import AtomicCheckpointIO
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # Lightning's own use of torch
-SETTINGS = {"epochs": 3, "batch_size": 20, "lr": 0.5, "momentum": 0.8, "weight_decay": 0.01, "split": "val"}
+SETTINGS = {
+    "epochs": 3,
+    "batch_size": 20,
+    "lrs": [0.5],
+    "lr_batch_size": None,
+    "blocks": [1],
+    "poolings": ["avg"],
+    "momentum": 0.8,
+    "weight_decay": 0.01,
+    "init_std": 0.0,
+    "cosine": "step",
+    "select_fraction": 0.0,
+    "split": "val",
+    "cache_features": False,
+}
 TINY_OPTIONS = {"embed_dim": 16, "depth": 2, "num_heads": 2, "class_token": False}
 
 
@@ -88,6 +103,7 @@ def test_the_section_is_that_of_a_probe_by_hand(
     record = read_record(finished)
     section = record.evaluations["linear"]
     assert (section["checkpoint"], section["settings"]) == ("last", SETTINGS)
+    assert (section["chosen"], section["chosen_on"]) == ({"lr": 0.5, "blocks": 1, "pooling": "avg"}, None)
     assert section["seconds"] > 0
     assert section["metrics"] == pytest.approx(expected, rel=1e-7)  # accuracies are recorded in float32
     assert section["metrics"]["linear/loss"] == pytest.approx(expected["linear/loss"], rel=1e-12)
@@ -95,14 +111,14 @@ def test_the_section_is_that_of_a_probe_by_hand(
     assert record.metrics == {**before.metrics, **section["metrics"]}
 
 
-def test_features_are_the_mean_of_the_patch_tokens_after_the_norm() -> None:
+def test_features_are_tokens_of_the_last_blocks_after_the_norm() -> None:
     model: Any = build_backbone(
         "vit_tiny_patch16_224",
         1,
         img_size=8,
         patch_size=4,
         embed_dim=16,
-        depth=2,
+        depth=3,
         num_heads=2,
         reg_tokens=3,
     ).eval()
@@ -110,46 +126,171 @@ def test_features_are_the_mean_of_the_patch_tokens_after_the_norm() -> None:
         model.norm.weight.copy_(torch.linspace(0.5, 2, 16))
     images = torch.randn(40, 3, 8, 8)
     taken: list[torch.Tensor] = []
-    model.blocks[-1].register_forward_hook(lambda module, inputs, output: taken.append(output))
-    found = mean_patch_token(model, images)
+    for block in model.blocks[1:]:
+        block.register_forward_hook(lambda module, inputs, output: taken.append(output))
+    features = Features(model, [("token", 2), ("token", 1), ("avg", 1)])
+    found = features(images)
     # One shape, whatever the batch's: what a batch of another process says of the same image is the same to the bit.
-    assert [tokens.shape for tokens in taken] == [(AT_ONCE, 1 + 3 + 4, 16)] * 2
-    assert torch.equal(found[35:38], mean_patch_token(model, images[35:38]))
-    tokens = torch.cat([taken[0], taken[1][:8]])
+    assert [tokens.shape for tokens in taken] == [(AT_ONCE, 1 + 3 + 4, 16)] * 4
+    assert torch.equal(found[35:38], features(images[35:38]))
+    tokens = torch.stack([torch.cat([taken[i], taken[i + 2][:8]]) for i in (0, 1)])
     deviation = tokens - tokens.mean(-1, keepdim=True)
     normed = deviation / (deviation.square().mean(-1, keepdim=True) + model.norm.eps).sqrt() * model.norm.weight
-    assert torch.allclose(found, normed[:, 4:].mean(1), atol=1e-6)
+    expected = torch.stack([normed[0][:, 0], normed[1][:, 0], normed[1][:, 4:].mean(1)], dim=1)
+    assert torch.allclose(found, expected, atol=1e-6)
     assert found.dtype == torch.float32
     assert not found.requires_grad
 
 
-def after_fit(run: Path, tmp_path: Path, task: ImageClassification) -> dict[str, Any]:
-    """Probes a task with the run's weights as ``lapbench fit`` does."""
+def test_of_raw_pixels_all_are_seen() -> None:
+    images = torch.randn(3, 1, 8, 8)
+    found = Features(build_backbone("pixels", num_classes=0, patch_size=4, in_chans=1), [("avg", 1)])(images)
+    assert found.shape == (3, 1, 64)
+    assert torch.equal(found.sort().values, images.view(3, 1, 64).sort().values)
+
+
+def after_fit(
+    run: Path, folder: Path, task: ImageClassification, error: str | None = None, **changes: Any
+) -> dict[str, Any]:
+    """Probes a task with its own weights as ``lapbench fit`` does."""
     trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, plugins=[AtomicCheckpointIO()], barebones=True)
-    file = run / "checkpoints/last.ckpt"
-    after = AfterFit(trainer, task, digits_of(run), 0, tmp_path, file, "last")
+    file = folder / "weights.ckpt"
+    folder.mkdir(exist_ok=True)
+    torch.save({"state_dict": task.state_dict()}, file)
+    after = AfterFit(trainer, task, digits_of(run), 0, folder, file, "last")
     sections: dict[str, Any] = {}
-    assert after.run([LinearProbe(**SETTINGS)], sections.__setitem__) == []  # type: ignore[arg-type]
+    failed = after.run([LinearProbe(**SETTINGS | changes)], sections.__setitem__)
+    assert sections["linear"].get("error") == error
+    assert failed == ["linear"] * (error is not None)
     return sections["linear"]
 
 
-def test_the_backbone_stays_as_it_is_and_dropout_is_off(finished: Path, tmp_path: Path) -> None:
+def by_hand_on_cached_features(run: Path, backbone: Any) -> dict[str, Any]:
+    """Two heads, each trained alone on features of images that are not augmented, and the better one chosen."""
+    seed = mixed("linear", 0)
+    data = digits_of(run).for_evaluation(20, seed, 0.25)
+
+    def part(name: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        images, labels, _ = zip(*data.plain_dataloader(name), strict=True)
+        with torch.no_grad():
+            blocks = backbone.forward_intermediates(data.normalize(torch.cat(images)), 2, norm=True)
+        return torch.cat([tokens[:, 0] for tokens in blocks], dim=1).double(), torch.cat(labels)
+
+    (x, y), heads = part("train"), {}
+    assert len(y) == 90
+    for lr in (4.0, 0.4):
+        head = torch.nn.Linear(32, 10, dtype=torch.float64)
+        torch.nn.init.zeros_(head.weight)
+        torch.nn.init.zeros_(head.bias)
+        optimizer = torch.optim.SGD(head.parameters(), momentum=0.9)
+        for epoch in range(3):
+            optimizer.param_groups[0]["lr"] = lr * 20 / 256 * (1 + math.cos(math.pi * epoch / 3)) / 2
+            order = torch.randperm(90, generator=torch.Generator().manual_seed(mixed("probe", seed, epoch)))
+            for rows in order.split(20)[:4]:
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(head(x[rows]), y[rows]).backward()
+                optimizer.step()
+        (sx, sy), (tx, ty) = part("select"), part("test")
+        assert (len(sy), len(ty)) == (30, 37)
+        with torch.no_grad():
+            heads[lr] = {
+                "select": float((head(sx).argmax(1) == sy).double().mean()),
+                "test": float((head(tx).argmax(1) == ty).double().mean()),
+                "loss": float(torch.nn.functional.cross_entropy(head(tx), ty)),
+            }
+    return heads
+
+
+GRID: dict[str, Any] = {
+    "lrs": [4.0, 0.4],
+    "lr_batch_size": 256,
+    "blocks": [2],
+    "poolings": ["token"],
+    "momentum": 0.9,
+    "weight_decay": 0.0,
+    "cosine": "epoch",
+    "select_fraction": 0.25,
+    "split": "test",
+    "cache_features": True,
+}
+
+
+def test_the_best_head_of_a_grid_is_chosen_on_samples_held_out_of_training(finished: Path, tmp_path: Path) -> None:
+    task = task_of(finished, options=TINY_OPTIONS | {"class_token": True}, global_pool="token").eval()
+    expected = by_hand_on_cached_features(finished, task.backbone)
+    section = after_fit(finished, tmp_path / "run", task, **GRID)
+    assert section["chosen_on"] == "select"
+    assert [head["lr"] for head in section["heads"]] == [4.0, 0.4]
+    for head in section["heads"]:
+        assert head["top1"] == pytest.approx(expected[head["lr"]]["select"], abs=1e-12)
+    best = max(section["heads"], key=lambda head: (head["top1"], -head["loss"]))
+    assert section["chosen"] == {"lr": best["lr"], "blocks": 2, "pooling": "token"}
+    assert section["metrics"]["linear/top1"] == pytest.approx(expected[best["lr"]]["test"], abs=1e-12)
+    assert section["metrics"]["linear/loss"] == pytest.approx(expected[best["lr"]]["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_one_that_was_stopped_goes_on_to_the_same_end(
+    cached: bool, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = GRID | {"cache_features": cached, "poolings": ["avg"]}
+    task = task_of(finished)
+    whole = after_fit(finished, tmp_path / "whole", task, **settings)
+    steps, original = [], linear_probe._Probe.training_step
+
+    def step(self: Any, batch: Any, batch_idx: int) -> Any:
+        steps.append(batch_idx)
+        if len(steps) == 10:
+            raise RuntimeError("out of memory")
+        return original(self, batch, batch_idx)
+
+    monkeypatch.setattr(linear_probe._Probe, "training_step", step)
+    after_fit(finished, tmp_path / "run", task, error="RuntimeError: out of memory", **settings)
+    section = after_fit(finished, tmp_path / "run", task, **settings)
+    assert len(steps) == 10 + 4  # 4 steps an epoch, two whole ones were kept
+    assert {**section, "seconds": 0} == {**whole, "seconds": 0}
+    states = [
+        torch.load(tmp_path / f"{name}/evaluations/linear/last.ckpt", weights_only=True) for name in ("run", "whole")
+    ]
+    for key, value in states[0]["state_dict"].items():
+        assert torch.equal(value, states[1]["state_dict"][key])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {
+            "blocks": [1, 2],
+            "poolings": ["token", "token+avg"],
+            **{k: GRID[k] for k in ("cache_features", "select_fraction")},
+        },
+    ],
+)
+def test_the_backbone_stays_as_it_is_and_dropout_is_off(
+    changes: dict[str, Any], finished: Path, tmp_path: Path
+) -> None:
     def digest(module: torch.nn.Module) -> str:
         tensors = (*module.named_parameters(), *module.named_buffers())
         content = (name.encode() + value.detach().numpy().tobytes() for name, value in tensors)
         return hashlib.sha256(b"".join(content)).hexdigest()
 
-    dropping = task_of(finished, drop_path=0.9, options={**TINY_OPTIONS, "proj_drop_rate": 0.5, "pos_drop_rate": 0.5})
+    token = {"class_token": bool(changes)}
+    pool = "token" if changes else "avg"
+    rates = {"proj_drop_rate": 0.5, "pos_drop_rate": 0.5}
+    dropping = task_of(finished, drop_path=0.9, options={**TINY_OPTIONS, **token, **rates}, global_pool=pool)
     dropping.backbone.register_buffer("counter", torch.arange(3.0), persistent=False)
-    dropping.load_state_dict(torch.load(finished / "checkpoints/last.ckpt", weights_only=True)["state_dict"])
     before = digest(dropping.train().backbone)
-    section = after_fit(finished, tmp_path / "a", dropping)
+    section = after_fit(finished, tmp_path / "a", dropping, **changes)
     assert digest(dropping.backbone) == before
     assert all(parameter.grad is None and parameter.requires_grad for parameter in dropping.parameters())
-    plain = after_fit(finished, tmp_path / "b", task_of(finished))
+    same = task_of(finished, options=TINY_OPTIONS | token, global_pool=pool)
+    same.load_state_dict(dropping.state_dict(), strict=True)
+    plain = after_fit(finished, tmp_path / "b", same, **changes)
     assert section["metrics"] == plain["metrics"]
     state = torch.load(tmp_path / "a/evaluations/linear/last.ckpt", weights_only=True)["state_dict"]
-    assert set(state) == {"head.weight", "head.bias"}
+    banks = 4 if changes else 1
+    assert set(state) == {f"classifiers.banks.{i}.{name}" for i in range(banks) for name in ("weight", "bias")}
 
 
 def test_the_runs_data_module_stays_as_it_is(few_digits: Path) -> None:
@@ -176,7 +317,14 @@ def test_the_runs_data_module_stays_as_it_is(few_digits: Path) -> None:
     [
         ("epochs", 0, "LinearProbe.epochs: expected at least 1, got 0"),
         ("batch_size", 0, "LinearProbe.batch_size: expected at least 1, got 0"),
-        ("lr", 0.0, "LinearProbe.lr: expected above 0, got 0.0"),
+        ("lrs", (), "LinearProbe.lrs: expected different numbers above 0, got none"),
+        ("lrs", (0.1, 0.0), "LinearProbe.lrs: expected different numbers above 0, got 0.1, 0.0"),
+        ("lr_batch_size", 0, "LinearProbe.lr_batch_size: expected at least 1 or null, got 0"),
+        ("blocks", (), "LinearProbe.blocks: expected different numbers from 1, got none"),
+        ("blocks", (4, 4), "LinearProbe.blocks: expected different numbers from 1, got 4, 4"),
+        ("poolings", ("max",), "LinearProbe.poolings: expected different ones of token, token+avg, avg, got max"),
+        ("init_std", -0.1, "LinearProbe.init_std: expected at least 0, got -0.1"),
+        ("select_fraction", 1.0, "LinearProbe.select_fraction: expected 0 <= value < 1, got 1.0"),
         ("momentum", 1.0, "LinearProbe.momentum: expected 0 <= value < 1, got 1.0"),
         ("weight_decay", -1.0, "LinearProbe.weight_decay: expected at least 0, got -1.0"),
         ("name", "val", "name of an evaluation: expected small letters, digits, - and _, and none of train, val"),
@@ -196,7 +344,45 @@ def test_what_does_not_fit_the_run_is_said_before_training(tmp_path: Path, fit: 
     reason = "LinearProbe.split val: Digits has no validation split: hold one out with data.val_fraction > 0"
     assert outcome.err.splitlines()[-1].startswith(f"lapbench: error: {reason}")
     assert not (tmp_path / "checkpoints").exists()
-    with pytest.raises(UserError, match=r"batch_size: expected a multiple of the 3 processes, got 64"):
-        LinearProbe()._check(Digits(val_fraction=0.5), 3)
+    outcome = fit(tmp_path, *probe, "--trainer.callbacks.batch_size", 128)
+    assert outcome.status == 2
+    assert outcome.err.endswith("LinearProbe.batch_size: expected at most the 108 training samples, got 128\n")
+
+
+@pytest.mark.parametrize(
+    ("settings", "processes", "reason"),
+    [
+        ({}, 3, "LinearProbe.batch_size: expected a multiple of the 3 processes, got 64"),
+        ({"blocks": (1, 4)}, 1, "LinearProbe.blocks: the backbone has 2 blocks, got 1, 4"),
+        (
+            {"poolings": ("avg", "token")},
+            1,
+            "LinearProbe.poolings: the backbone has no class token, only avg, got avg, t",
+        ),
+        (
+            {"select_fraction": 0},
+            1,
+            "LinearProbe.select_fraction: expected more than 0 to choose the best of 13 classifiers, got 0",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_backbone_is_named(
+    settings: dict[str, Any], processes: int, reason: str, finished: Path
+) -> None:
+    backbone: Any = task_of(finished).backbone
+    with pytest.raises(UserError) as caught:
+        LinearProbe(**settings)._check(Digits(val_fraction=0.5), processes, backbone)
+    assert str(caught.value).startswith(reason)
     with pytest.raises(UserError, match="expected images with labels, got LightningDataModule"):
-        LinearProbe()._check(pl.LightningDataModule(), 1)
+        LinearProbe()._check(pl.LightningDataModule(), 1, backbone)
+
+
+def test_what_null_leaves_to_the_backbone() -> None:
+    def resolved(**options: Any) -> tuple[Any, Any, int]:
+        small = {"img_size": 8, "patch_size": 4, "embed_dim": 8, "num_heads": 2, "num_classes": 0}
+        settings = LinearProbe().settings.of(build_backbone("vit_tiny_patch16_224", **small | options))
+        return settings.blocks, settings.poolings, len(settings.heads)
+
+    assert resolved(depth=4) == ((1, 4), ("token", "token+avg"), 52)
+    assert resolved(depth=3) == ((1,), ("token", "token+avg"), 26)
+    assert resolved(depth=4, class_token=False, global_pool="avg") == ((1, 4), ("avg",), 26)

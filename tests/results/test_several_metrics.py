@@ -145,9 +145,10 @@ def test_metrics_that_differ_in_nothing_but_their_name_share_a_part_of_the_capti
     metrics = {"linear/top1": 0.5, "linear/top5": 0.6, "linear/novelty": 1.0, "knn/top1": 0.4}
     caption = leaderboard([replace(BASE, metrics=metrics)], metric=list(metrics)).caption
     assert caption.startswith(
-        "linear/top1 (top-1 accuracy), linear/top5 (top-5 accuracy): in %, by evaluation linear, higher is better; "
+        "linear/top1 (linear-probe top-1 accuracy), linear/top5 (linear-probe top-5 accuracy): in %, "
+        "by evaluation linear, higher is better; "
         "linear/novelty: by evaluation linear, not ranked, as it is not known which direction is better; "
-        "knn/top1 (top-1 accuracy): in %, by evaluation knn, higher is better; data: PyDocs; mean"
+        "knn/top1 (k-NN top-1 accuracy): in %, by evaluation knn, higher is better; data: PyDocs; mean"
     )
 
 

@@ -220,3 +220,63 @@ def test_shipped_table1() -> None:
         "heads": "schedule",
         "seed": "seed",
     }
+
+
+REFERENCES = {"untrained": {"trainer.max_epochs": 0}, "raw pixels": {"config": "b.yaml", "run.test": "none"}}
+
+
+def test_references_are_further_values_of_the_axis_of_heads(tmp_path: Path) -> None:
+    values = {"base": "a.yaml", "axes": {"heads": {**HEADS, "references": REFERENCES}, "seed": SEED}}
+    plan = load_sweep(write(tmp_path, values | {"overrides": {"trainer.max_epochs": 60}})).plan()
+    assert [run.reference for run in plan.runs] == [None] * 4 + ["untrained"] * 2 + ["raw pixels"] * 2
+    untrained, pixels = plan.runs[4], plan.runs[7]
+    assert (untrained.folder, pixels.folder) == ("heads-untrained_seed-0", "heads-raw-pixels_seed-1")
+    # A reference goes before overrides, and leaves the heads as the config has them.
+    assert untrained.arguments == ("--config", "a.yaml", "--trainer.max_epochs=0", "--seed_everything=0")
+    assert pixels.arguments == (
+        *("--config", "a.yaml", "--config", "b.yaml"),
+        *("--trainer.max_epochs=60", "--run.test=none", "--seed_everything=1"),
+    )
+    assert plan.runs[2].arguments[2] == "--trainer.max_epochs=60"
+
+
+def test_references_of_a_chain_are_chains(tmp_path: Path) -> None:
+    stages = {"one": {"config": "b.yaml"}, "two": {"model.init_args.init_from": "{one}"}}
+    values = {"base": "a.yaml", "stages": stages, "axes": {"heads": {**HEADS, "references": REFERENCES}}}
+    runs = load_sweep(write(tmp_path, values)).plan().runs
+    assert [(run.folder, run.reference) for run in runs[4:6]] == [
+        ("heads-untrained/one", "untrained"),
+        ("heads-untrained/two", "untrained"),
+    ]
+    assert runs[5].earlier == {"one": "heads-untrained/one"}
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        (
+            {"seed": {**SEED, "references": REFERENCES}},
+            "axis 'seed': key 'references': expected on the axis of heads only",
+        ),
+        (
+            {"heads": {**HEADS, "references": ["untrained"]}},
+            "key 'references': expected a mapping of label to settings",
+        ),
+        (
+            {"heads": {**HEADS, "references": {}}},
+            "key 'references': expected a mapping of label to settings, got a map",
+        ),
+        ({"heads": {**HEADS, "references": {"a": 1}}}, "key 'references': value 'a': expected a mapping of keys"),
+        ({"heads": {**HEADS, "references": {"2": {}}}}, "expected each value once, got 2 twice"),
+        ({"heads": {**HEADS, "reference": {"a": {}}}}, "expected {key: ..., values: ...}"),
+        (
+            {"heads": {**HEADS, "references": {"a": {"seed_everything": 1}}}, "seed": SEED},
+            "key 'seed_everything': expected in one place, got reference 'a' and axis 'seed'",
+        ),
+    ],
+)
+def test_wrong_references_are_one_line(tmp_path: Path, axes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_sweep(write(tmp_path, {"base": "a.yaml", "axes": axes}))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -362,3 +362,20 @@ def test_a_run_whose_parent_is_already_gone_does_not_start(tmp_path: Path) -> No
     assert done.returncode == 1
     assert "is gone" in done.stderr
     assert done.stdout == ""
+
+
+def test_references_run_as_the_others_and_stand_below_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_sweep(tmp_path, epochs=1)
+    axis = "values: [0, 2], references: {better: {bonus: 0.95}}"
+    path.write_text(path.read_text().replace("values: [0, 2]", axis))
+    plan = load_sweep(path).plan()
+    out = tmp_path / "out"
+    assert "heads-better_seed-1: run" in dry_run(plan, out, FAKE)
+    assert launch(plan, out, command=FAKE) == 0
+    printed = capsys.readouterr().out
+    assert "6 runs in" in printed
+    row = next(line for line in printed.splitlines() if line.startswith("better"))
+    assert row.split() == ["better", "95.05", "±", "0.07", "2"]
+    assert "neither ranked nor compared: better" in printed
+    assert launch(load_sweep(path).plan(), out, command=FAKE) == 0
+    assert {len(found) for found in starts(out).values()} == {1}

@@ -17,13 +17,13 @@ from lapbench.evaluation import LinearProbe
 from lapbench.evaluation.features import last_tokens
 from lapbench.results.record import read_record
 from lapbench.tasks import FrozenBackbone
+from lapbench.training.suite import SUITE
 
 Command = Callable[..., Any]
 MODEL = "vit_tiny_patch16_224"
 SMALL = ("--model.backbone.options", json.dumps({"embed_dim": 16, "depth": 2, "num_heads": 2}))
 FITTING = (*SMALL, "--model.backbone.img_size", 8, "--model.backbone.patch_size", 4, "--model.backbone.in_chans", 1)
 PROBE = ("--suite", "linear", "--linear.epochs", 1)
-NEAREST = ("--knn.k", "[3,20]", "--knn.split", "test")
 
 
 @pytest.fixture
@@ -48,6 +48,17 @@ def test_a_run_is_evaluated_and_the_section_replaces_an_earlier_one(finished: Pa
     assert after.metrics["linear/loss"] < record.metrics["linear/loss"]  # trained anew, not taken from the first
     assert {**after.metrics, **record.metrics} == record.metrics
     assert (finished / "config.yaml").read_bytes() == config
+
+
+def test_several_at_once(finished: Path, lapbench: Command) -> None:
+    suite = ("--suite", "linear,knn", "--linear.epochs", 1, "--linear.name", "probe", "--knn.k", "[3,20]")
+    outcome = lapbench("evaluate", finished, *suite, "--knn.split", "test")
+    assert outcome.status == 0, outcome.err
+    record = read_record(finished)
+    assert {"probe", "knn"} <= record.evaluations.keys()
+    assert {"probe/top1", "knn/top1", "knn/top1_k3"} <= json.loads(outcome.out).keys() <= record.metrics.keys()
+    table = lapbench("table", finished, "--metric", "knn/top1")
+    assert "k-NN top-1 accuracy in % of Digits, by evaluation knn (weighted nearest neighbours" in table.out
 
 
 def test_what_was_stopped_goes_on_if_it_is_asked_for_in_the_same_way(
@@ -162,10 +173,19 @@ RUN = "RUN"  # stands for the finished run
         ((RUN, *PROBE, "--linear.epochs", 0), "LinearProbe.epochs: expected at least 1, got 0"),
         ((RUN, *PROBE, "--lineer.epochs", 3), "unknown key 'lineer.epochs'; did you mean 'linear.'?"),
         ((RUN, *PROBE, "--knn.k", "[1]"), "unknown key 'knn.k': knn is not in --suite"),
-        ((RUN, *PROBE, "--data.val_fraction", 0.1), "unknown key 'data.val_fraction'; expected one below trainer, linear"),
+        (
+            (RUN, *PROBE, "--data.val_fraction", 0.1),
+            "unknown key 'data.val_fraction'; expected one below trainer, linear",
+        ),
         ((RUN, *PROBE, "--limit", 3), "--limit is for --tasks"),
         ((RUN, *PROBE, "--pretrained"), "--pretrained is for a timm model"),
         ((RUN, *PROBE, "--name", "Big"), "name of an evaluation"),
+        (
+            (RUN, "--suite", "linear,knn", "--name", "a"),
+            "--name: expected one evaluation in --suite, got 2; --linear.name",
+        ),
+        ((RUN, "--suite", "linear,knn", "--knn.name", "linear"), "two evaluations are named 'linear'"),
+        ((RUN, *PROBE, "--trainer.max_epoch", 1), "unknown key"),
         ((RUN, *PROBE, "--ckpt", "best"), "best.ckpt: no such file"),
         (("vit_tinny_patch16_224", *PROBE), "such folder, and timm"),
         ((MODEL, "--tasks", "mmlu"), f"--tasks: expected the folder of a run, {MODEL} is none"),
@@ -186,7 +206,10 @@ def test_mistakes_are_one_line(finished: Path, lapbench: Command, arguments: tup
     ("arguments", "message"),
     [
         (("--model.backbone.in_chans", 3), "Digits has 1: set model.backbone.in_chans 1"),
-        (("--model.backbone.img_size", 16), "takes images of 16 x 16 pixels, Digits gives 8 x 8: set data.image_size 16"),
+        (
+            ("--model.backbone.img_size", 16),
+            "takes images of 16 x 16 pixels, Digits gives 8 x 8: set data.image_size 16",
+        ),
         (("--trainer.max_epochs", 1), "trainer.max_epochs: expected 0, as a FrozenBackbone is not trained, got 1"),
         (("--weights", "nowhere.pth"), "weights: expected a file, nowhere.pth is none"),
         (("--data.valfraction", 1), "data: unknown key 'valfraction'; did you mean 'val_fraction'?"),
@@ -203,4 +226,5 @@ def test_help_lists_the_settings_of_the_suite(lapbench: Command) -> None:
     outcome = lapbench("evaluate", "--help")
     assert outcome.status == 0
     assert "--suite NAME,..." in outcome.out
-    assert "--linear.epochs" in outcome.out
+    for name in SUITE:
+        assert f"--{name}.name" in outcome.out
