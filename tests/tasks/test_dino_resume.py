@@ -85,7 +85,9 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
     for log in logs:
         log.pop("train/samples_per_second")
     assert logs[0] == logs[1]
-    assert {f"train/{name}" for name in ("loss", "loss_epoch", "lr", "grad_norm", "weight_decay", "ema")} <= set(logs[0])
+    assert {f"train/{name}" for name in ("loss", "loss_epoch", "lr", "grad_norm", "weight_decay", "ema")} <= set(
+        logs[0]
+    )
 
     # What is loaded as weights is the teacher.
     built = build_backbone(
