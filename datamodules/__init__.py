@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lapbench.datamodules.manifest import Manifest, Shard
     from lapbench.datamodules.mixtures import ChatSource
     from lapbench.datamodules.multicrop import MultiCrop
-    from lapbench.datamodules.segmentation import ADE20K, SegmentationFolder
+    from lapbench.datamodules.segmentation import ADE20K, SegmentationFolder, ShapesSegmentation
     from lapbench.datamodules.text import TextShards
     from lapbench.datamodules.token_manifest import TokenManifest
     from lapbench.datamodules.tokenizer import Tokenizer
@@ -36,6 +36,7 @@ __all__ = [
     "PyDocs",
     "SegmentationFolder",
     "Shapes",
+    "ShapesSegmentation",
     "Shard",
     "TextShards",
     "TokenManifest",
@@ -53,6 +54,7 @@ _HOMES = {
     "MultiCrop": "multicrop",
     "PyDocs": "builtin_text",
     "SegmentationFolder": "segmentation",
+    "ShapesSegmentation": "segmentation",
     "Shard": "manifest",
     "TextShards": "text",
     "TokenManifest": "token_manifest",
