@@ -121,6 +121,7 @@ class ImageShards(ShardedData):
         self.select_fraction = 0.0
         self.repeats = repeats
         self._train_transform = build_train_transform(train_transform, image_size, self.mean, self.std)
+        self.multicrop = multicrop
         self._multicrop = build_multicrop(multicrop, image_size, self.channels) if multicrop is not None else None
         self._eval_transform = build_eval_transform(image_size, crop_pct, interpolation)
         self.normalize = Normalize(self.mean, self.std)
@@ -170,7 +171,7 @@ class ImageShards(ShardedData):
             raise UserError(f"select_fraction must be at least 0 and below 1, got {select_fraction}")
         other = super().for_evaluation(batch_size, seed)
         other.select_fraction = select_fraction
-        other._multicrop = None
+        other.multicrop = other._multicrop = None
         return other
 
     def val_dataloader(self) -> ResumableLoader | list[Any]:
