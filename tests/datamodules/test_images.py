@@ -259,6 +259,8 @@ def test_steps_see_normalised_crops_and_evaluation_single_images(tmp_path, digit
     for images, seen in zip(loaded, model.images["train"], strict=True):
         assert images.dtype == torch.uint8
         assert torch.equal(seen, (images.float() / 255 - torch.tensor(data.mean)) / torch.tensor(data.std))
+    assert data.multicrop == crops
+    assert data.for_evaluation(64, seed=0).multicrop is None
     plain = ready(Digits(digits_dir, **settings), None)
     for ours, theirs in (
         (alone.val_dataloader(), plain.val_dataloader()),

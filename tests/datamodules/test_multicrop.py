@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image, ImageFilter, ImageOps
 from torchvision import transforms as tv
+from torchvision.transforms import functional
 
 from lapbench.datamodules.builtin import Digits
 from lapbench.datamodules.multicrop import MultiCrop, build_multicrop
@@ -128,6 +129,18 @@ def test_what_happens_to_which_crop(settings, changed, expected):
     for place, crop in enumerate((*large, *small)):
         wanted = expected(Image.fromarray(pixels)) if place in changed else pixels
         assert np.array_equal(crop.permute(1, 2, 0).numpy(), wanted), place
+
+
+@pytest.mark.parametrize("name", ["brightness", "contrast", "saturation", "hue"])
+def test_bounds_of_colour_jitter(monkeypatch, name):
+    """Each strength alone, at both ends of torchvision's range for it."""
+    strengths = dict.fromkeys(("brightness", "contrast", "saturation", "hue"), 0.0) | {name: 0.3}
+    settings = replace(WHOLE, jitter_prob=1.0, color_jitter=tuple(strengths.values()))
+    transform, pixels = build_multicrop(settings, 24, 3), noise(24, 24)
+    for end, factor in enumerate(getattr(tv.ColorJitter(**strengths), name)):
+        monkeypatch.setattr(random, "uniform", lambda *bounds, end=end: bounds[end])
+        expected = getattr(functional, f"adjust_{name}")(Image.fromarray(pixels), factor)
+        assert np.array_equal(transform(pixels)[0][0].permute(1, 2, 0).numpy(), expected)
 
 
 def test_grey_images_take_brightness_and_contrast_alone():
