@@ -58,6 +58,7 @@ class CLI(LightningCLI):
         self.command = command
         self.config_names = [value for _, value in _config_arguments(argv)]
         self.stop_signals = StopSignals()
+        _classes()  # are imported, and only then known by their short names
         super().__init__(
             LightningModule,
             LightningDataModule,
