@@ -97,7 +97,7 @@ class Forked:
         """Waits for its end; what it has printed."""
         self.process.join(timeout)
         if self.process.exitcode is None:
-            self.process.kill()
+            os.killpg(self.process.pid, signal.SIGKILL)
             self.process.join()
             raise subprocess.TimeoutExpired(self.arguments, timeout, *self.printed())
         return self.printed()

@@ -3,6 +3,7 @@
 Its caller sets the names ARGUMENTS, ENVIRONMENT, FOLDER, OUT and ERR.
 """
 
+import multiprocessing
 import os
 import runpy
 import sys
@@ -15,11 +16,13 @@ from lightning.pytorch.utilities import rank_zero_only
 
 def prepare(environment: dict[str, str], folder: str, *outputs: str) -> None:
     """What a new process has from its parent, what importing takes from there, and one thread."""
+    os.setsid()  # its caller ends what it has started together with it
+    multiprocessing.set_start_method(None, force=True)  # the platform's, as in any process
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
     for number, file in enumerate(outputs, 1):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     rank_zero_only.rank = int(environment.get("RANK", 0))
     torch.set_num_threads(1)

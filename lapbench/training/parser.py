@@ -61,6 +61,7 @@ class CLI(LightningCLI):
         # A new run's folder is runs/NAME/...: by default the last config's.
         self.name = name or (names[-1] if names else "run")
         self.stop_signals = StopSignals()
+        _classes()  # are imported, and only then known by their short names
         super().__init__(
             LightningModule,
             LightningDataModule,

@@ -19,6 +19,7 @@ FORK = multiprocessing.get_context("fork")
 def run(command: Sequence[str], log: int, environment: Mapping[str, str]) -> None:
     """What ``Runner`` asks of a new process: a session, an output and an environment of its own."""
     os.setsid()
+    multiprocessing.set_start_method(None, force=True)  # the platform's, as in any process
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.clear()
