@@ -24,8 +24,8 @@ class CollapseError(UserError):
 def collapse(loss: float, information: float, feature_std: float, out_dim: int) -> str | None:
     """What is wrong with a run of which these are the means over an epoch; None if nothing is.
 
-    Of DINO's two ways to collapse (arXiv 2104.14294, section 5.3), uniform outputs leave the loss at ln K, one prototype
-    for all images brings it to 0; in both, or where all features are the same, outputs tell nothing of the images.
+    Of DINO's two ways to collapse (arXiv 2104.14294, section 5.3), uniform outputs leave the loss at ln K, and one
+    prototype for all images brings it to 0. In both outputs tell nothing of the images.
     """
     uniform = math.log(out_dim)
     signs = {
@@ -51,9 +51,9 @@ def entropy(probabilities: Tensor) -> Tensor:
 
 @torch.no_grad()
 def information(probabilities: Tensor) -> Tensor:
-    """What the outputs [..., K] tell of the images, in nats: the entropy of their mean less the mean of their entropies.
+    """What outputs [..., K] tell of their images, in nats: 0 where all are the same, whether uniform or certain.
 
-    0 where all outputs are the same, whether uniform or certain.
+    The entropy of the mean output less the mean of their entropies.
     """
     return entropy(probabilities.flatten(0, -2).mean(dim=0)) - entropy(probabilities)
 

@@ -7,13 +7,14 @@ import socket
 import subprocess
 import sys
 import warnings
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from dino_runs import HEAD, K, Crops, Steps, published, task, trainer
+from dino_runs import HEAD, Crops, K, Steps, published, task, trainer
 from torch import Tensor, nn
 
 from lapbench.errors import UserError
@@ -49,7 +50,9 @@ def test_every_step_is_the_published_one(clip_norm: float, accumulation: int) ->
     expected = published(twin, windows * 2, windows_per_epoch=3)
     assert run.global_step == 6
     assert [step["train/loss"] for step in steps.logged] == pytest.approx(expected["loss"], rel=1e-5)
-    ends = [i for i in range(2 * len(batches)) if (i % len(batches) + 1) % accumulation == 0 or (i + 1) % len(batches) == 0]
+    ends = [
+        i for i in range(2 * len(batches)) if (i % len(batches) + 1) % accumulation == 0 or (i + 1) % len(batches) == 0
+    ]
     assert [steps.logged[i]["train/grad_norm"] for i in ends] == pytest.approx(expected["norm"], rel=1e-4)
     close([steps.centers[i] for i in ends], expected["center"])
     close(model.teacher.parameters(), twin.teacher.parameters())
@@ -63,7 +66,7 @@ def test_schedules_go_by_optimizer_steps() -> None:
     model = task(temperatures=temperatures, ema=0.9, lr_schedule=LRSchedule(warmup_epochs=0))
     trainer(max_epochs=1, accumulate_grad_batches=4, callbacks=[steps]).fit(model, Crops(8))
     for moving in (steps.centers, steps.teachers):
-        moved = [not torch.equal(a, b) for a, b in zip(moving, moving[1:], strict=False)]
+        moved = [not torch.equal(a, b) for a, b in pairwise(moving)]
         assert moved == [False, False, True, False, False, False, True]
     last = steps.logged[-1]
     assert last["train/ema"] == pytest.approx(0.95)
@@ -124,11 +127,11 @@ def test_drop_path_is_the_students_alone() -> None:
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             (large, _), _ = batch
             images = large.flatten(0, 1)
-            for model in (pl_module.student, pl_module.teacher):
-                seen.append(torch.equal(model.backbone(images), model.backbone(images)))
+            student, teacher = pl_module.student.backbone, pl_module.teacher.backbone
+            seen.append((torch.equal(student(images), student(images)), torch.equal(teacher(images), teacher(images))))
 
     trainer(max_epochs=1, callbacks=[Twice()]).fit(task(drop_path=0.5), Crops(1))
-    assert seen == [False, True]
+    assert seen == [(False, True)]
 
 
 def test_batch_norm_of_the_teacher_goes_by_the_batch() -> None:
@@ -144,11 +147,13 @@ def test_half_precision_leaves_loss_centre_and_teacher_in_float32() -> None:
 
     class Dtypes(Steps):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *arguments: Any) -> None:
-            dtypes.update((outputs["loss"].dtype, pl_module.loss.center.dtype, next(pl_module.teacher.parameters()).dtype))
+            dtypes.update(
+                (outputs["loss"].dtype, pl_module.loss.center.dtype, next(pl_module.teacher.parameters()).dtype)
+            )
 
     trainer(max_epochs=1, precision="bf16-mixed", callbacks=[Dtypes()]).fit(task(), Crops(2))
     assert dtypes == {torch.float32}
-    with pytest.raises(UserError, match=r"trainer\.precision: the teacher's moving average needs float32 weights, got tor"):
+    with pytest.raises(UserError, match=r"trainer\.precision: the teacher's moving average needs float32 weights"):
         trainer(max_epochs=1, precision="bf16-true").fit(task(), Crops(2))
 
 
@@ -187,12 +192,18 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], said: str) 
             {"multicrop": SimpleNamespace(global_crops=1, local_crops=0, local_size=4)},
             r"data\.multicrop: expected a global crop and at least one more, got 1 global and 0 local",
         ),
-        ({"image_size": 10}, r"data\.image_size: expected a multiple of the patches of 4 x 4 pixels of vit_tiny_patch16_"),
+        (
+            {"image_size": 10},
+            r"data\.image_size: expected a multiple of the patches of 4 x 4 pixels of vit_",
+        ),
         (
             {"multicrop": SimpleNamespace(global_crops=2, local_crops=1, local_size=6)},
             r"data\.multicrop\.local_size: expected a multiple of the patches of 4 x 4 pixels of vit_tiny\w+, got 6",
         ),
-        ({"image_size": 16}, r"model\.backbone\.img_size: expected data\.image_size, 16, for the global crops, got 8 x 8"),
+        (
+            {"image_size": 16},
+            r"model\.backbone\.img_size: expected data\.image_size, 16, for the global crops, got 8",
+        ),
     ],
 )
 def test_data_that_do_not_fit_are_refused(data: dict[str, Any], said: str) -> None:
@@ -251,11 +262,13 @@ def test_a_collapse_is_warned_of_once() -> None:
         warnings.simplefilter("always")
         trainer(max_epochs=3).fit(collapsing(), Crops(2))
     (warning,) = [w for w in caught if w.category.__name__ == "CollapseWarning"]
-    assert str(warning.message).startswith("epoch 0: DINO has collapsed: the teacher's outputs are the same for all images")
+    assert str(warning.message).startswith(
+        "epoch 0: DINO has collapsed: the teacher's outputs are the same for all images"
+    )
 
 
 def test_a_collapse_may_end_the_run() -> None:
-    with pytest.raises(UserError, match="epoch 0: DINO has collapsed: .* information [^;]* nats, feature std "):
+    with pytest.raises(UserError, match=r"epoch 0: DINO has collapsed: .* information [^;]* nats, feature std "):
         trainer(max_epochs=3).fit(collapsing(stop_on_collapse=True), Crops(2))
 
 
