@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from lapbench.analysis import within_sequence_similarity
 from lapbench.backbones import VisionBackbone, VisionSettings, build_vision_backbone
@@ -270,8 +269,9 @@ class DINO(pl.LightningModule):
         """The student's step, then the teacher's."""
         momentum = self._cosine(self.ema, 1.0)
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        move = get_ema_multi_avg_fn(momentum)
-        move(list(self.teacher.parameters()), list(self.student.parameters()), None)
+        with torch.no_grad():
+            teacher, student = (list(model.parameters()) for model in (self.teacher, self.student))
+            torch._foreach_lerp_(teacher, student, 1 - momentum)
 
     def on_train_epoch_end(self) -> None:
         """Logs the epoch's mean loss: here, not at each step, for an epoch that is resumed after its last step.
@@ -282,11 +282,13 @@ class DINO(pl.LightningModule):
             CollapseError: Instead of a warning, on all processes.
         """
         self.log("train/loss_epoch", self.train_loss)
-        means = [float(m.compute()) for m in (self.train_loss, self.train_information, self.train_feature_std)]
+        loss, told, spread = (
+            float(m.compute()) for m in (self.train_loss, self.train_information, self.train_feature_std)
+        )
         self.train_information.reset()  # Lightning resets what is logged
         self.train_feature_std.reset()
         began = self.trainer.global_step - self._steps_per_epoch
-        wrong = collapse(*means, self.head_settings.out_dim)
+        wrong = collapse(loss, told, spread, self.head_settings.out_dim)
         # Until the warm-up is over, all may look alike because little has been learned.
         if wrong is None or began < self.lr_schedule.warmup(self._steps_per_epoch):
             return
