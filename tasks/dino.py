@@ -270,8 +270,8 @@ class DINO(pl.LightningModule):
         momentum = self._cosine(self.ema, 1.0)
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         with torch.no_grad():
-            teacher, student = (list(model.parameters()) for model in (self.teacher, self.student))
-            torch._foreach_lerp_(teacher, student, 1 - momentum)
+            teacher: list[Tensor] = list(self.teacher.parameters())
+            torch._foreach_lerp_(teacher, list(self.student.parameters()), 1 - momentum)
 
     def on_train_epoch_end(self) -> None:
         """Logs the epoch's mean loss: here, not at each step, for an epoch that is resumed after its last step.
@@ -317,7 +317,8 @@ class DINO(pl.LightningModule):
             self.log("train/information", told)
             self.log("train/feature_std", spread)
             patches = tokens[:, self.teacher.backbone.num_prefix_tokens :]
-            self.log("train/similarity", within_sequence_similarity(patches).mean())
+            if patches.size(1) > 1:
+                self.log("train/similarity", within_sequence_similarity(patches).mean())
 
 
 def _tokens_and_pooled(backbone: VisionBackbone, images: Tensor) -> tuple[Tensor, Tensor]:
