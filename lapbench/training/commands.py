@@ -44,6 +44,7 @@ _EXPECTED_WARNINGS: dict[str, type[Warning]] = {
     ".*callbacks used to create the checkpoint need to be provided": UserWarning,  # scoring needs none of them
     # Each process's clock sees the whole step: the first one's speaks for all.
     ".*'train/(samples_per_second|tokens_per_second|mfu)'.*sync_dist=True": UserWarning,
+    ".*in eval mode at the start of training": UserWarning,  # a frozen backbone
     ".*LeafSpec": FutureWarning,  # Lightning's own use of torch
 }
 
