@@ -189,7 +189,7 @@ class DINO(pl.LightningModule):
                 f"data.multicrop: DINO learns from several crops of an image, {type(data).__name__} gives none; "
                 "set data.multicrop.local_crops, for instance"
             )
-        _check_sizes(self.settings.name, self.student.backbone, data.image_size, multicrop)
+        check_crops(self.settings.name, self.student.backbone, data.image_size, multicrop)
         if self.trainer.gradient_clip_val is not None:
             raise UserError(
                 "trainer.gradient_clip_val: expected null, as DINO clips each parameter's gradient by itself "
@@ -328,7 +328,8 @@ def _tokens_and_pooled(backbone: VisionBackbone, images: Tensor) -> tuple[Tensor
     return tokens, pooled
 
 
-def _check_sizes(name: str, backbone: VisionBackbone, image_size: int, multicrop: Any) -> None:
+def check_crops(name: str, backbone: VisionBackbone, image_size: int, multicrop: Any) -> None:
+    """UserError: crops that a backbone cannot take, or nothing to compare."""
     if multicrop.global_crops < 1 or multicrop.global_crops + multicrop.local_crops < 2:
         raise UserError(
             "data.multicrop: expected a global crop and at least one more, got "
