@@ -216,7 +216,7 @@ def patch_size(backbone: VisionBackbone) -> tuple[int, int]:
 
 
 def _total(values: Tensor) -> Tensor:
-    total: Tensor = _Total.apply(values)  # type: ignore[no-untyped-call]
+    total: Tensor = _Total.apply(values)
     return total
 
 

@@ -95,7 +95,7 @@ class Segmentation(Evaluation):
         epochs: int = 8,
         warmup_epochs: float = 1.0,
         batch_size: int = 16,
-        lr: float = 3e-3,
+        lr: float = 1e-2,
         weight_decay: float = 1e-4,
         crop_size: int | None = None,
         mode: Literal["whole", "slide"] = "whole",
@@ -158,8 +158,7 @@ class Segmentation(Evaluation):
         images = self._images(_settings_of(run.task, self), run.outer.world_size, seed)
         model = self._model(run.task, run.data, images)
         model.seed = seed
-        trained = cast(VisionBackbone, run.task.backbone).state_dict()
-        model.backbone.load_state_dict({name: trained[name] for name in model.backbone.state_dict()})
+        load_backbone(model, run.task)
         trainer = run.trainer(self.settings.epochs)
         trainer.fit(model, datamodule=images, ckpt_path=run.checkpoint, weights_only=True)
         (found,) = trainer.validate(model, datamodule=images, verbose=False)
@@ -179,7 +178,7 @@ class Segmentation(Evaluation):
             batch_size=settings.batch_size // world_size,
             num_workers=settings.num_workers,
             crop_size=settings.crop_size,
-            channels=backbone.in_chans,
+            channels=cast(Literal[1, 3], backbone.in_chans),
             seed=seed,
             **where,
         )
@@ -210,6 +209,12 @@ class _HeadOnFrozen(SemanticSegmentation):
 
     def on_train_epoch_start(self) -> None:
         torch.manual_seed(mixed(self.seed, self.current_epoch, self.global_rank))
+
+
+def load_backbone(model: SemanticSegmentation, task: pl.LightningModule) -> None:
+    """Copies the weights of a task's backbone into ``model``'s, which has no classifier."""
+    trained = cast(VisionBackbone, task.backbone).state_dict()
+    model.backbone.load_state_dict({name: trained[name] for name in model.backbone.state_dict()})
 
 
 def _settings_of(task: pl.LightningModule, evaluation: Evaluation) -> VisionSettings:

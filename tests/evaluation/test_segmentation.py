@@ -19,7 +19,9 @@ from lapbench.datamodules import Digits
 from lapbench.errors import UserError
 from lapbench.evaluation import FinishedTraining, Segmentation
 from lapbench.evaluation.second_trainer import KeepLast
-from lapbench.tasks import FrozenBackbone, ImageClassification, SemanticSegmentation
+from lapbench.evaluation.segmentation import load_backbone
+from lapbench.tasks import DINO, FrozenBackbone, ImageClassification, SemanticSegmentation
+from lapbench.tasks.dino_head import ProjectionHead
 from lapbench.training.checkpoint_io import AtomicCheckpointIO
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tasks"))
@@ -184,6 +186,13 @@ def test_a_check_draws_no_random_numbers_and_refuses_other_tasks(evaluation: Cal
         evaluation().check(pl.LightningModule(), Digits(), 1)
 
 
-def test_a_fine_tuned_run_can_be_evaluated_too(evaluation: Callable[..., Segmentation]) -> None:
-    task = SemanticSegmentation(settings(in_chans=3), num_classes=4, frozen=False)
-    evaluation().check(task, Rectangles(""), 1)
+def test_the_teacher_of_dino_and_fine_tuned_backbones_are_taken(evaluation: Callable[..., Segmentation]) -> None:
+    evaluation().check(SemanticSegmentation(settings(in_chans=3), num_classes=4, frozen=False), Rectangles(""), 1)
+    dino = DINO(settings(), head=ProjectionHead(out_dim=8, hidden_dim=8, bottleneck_dim=4))
+    with torch.no_grad():
+        for parameter in dino.teacher.parameters():
+            parameter.add_(1.0)
+    copied = evaluation()._model(dino, Digits(), Rectangles(""))
+    load_backbone(copied, dino)
+    assert torch.equal(copied.backbone.pos_embed, dino.teacher.backbone.pos_embed)  # type: ignore[arg-type, union-attr]
+    assert not torch.equal(copied.backbone.pos_embed, dino.student.backbone.pos_embed)  # type: ignore[arg-type, union-attr]
