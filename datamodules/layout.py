@@ -78,22 +78,22 @@ class Layout:
         return cls(dataset, classes, images, source)
 
 
-def list_files(folder: Path) -> dict[str, int]:
-    """The files of the four folders of images and masks with their sizes, ``images/training/NAME.jpg`` and so on.
+def list_files(folder: Path) -> list[str]:
+    """The files of the four folders of images and masks, ``images/training/NAME.jpg`` and so on, sorted.
 
     Hidden files and those of other names count for nothing.
 
     Raises:
         UserError: one of the folders is missing or cannot be read.
     """
-    files = {}
+    names = []
     try:
         for part in (f"{kind}/{split}" for kind in SUFFIXES for split in SPLITS):
             with os.scandir(folder / part) as entries:
-                files.update({f"{part}/{entry.name}": entry.stat().st_size for entry in entries if entry.is_file()})
+                names += [f"{part}/{entry.name}" for entry in entries if entry.is_file()]
     except OSError as error:
         raise UserError(f"cannot read the folder {folder / part}: {error.strerror}") from error
-    return {name: files[name] for name in sorted(files) if is_part(name)}
+    return sorted(name for name in names if is_part(name))
 
 
 def is_part(name: str) -> bool:

@@ -282,12 +282,12 @@ class DINO(pl.LightningModule):
             CollapseError: Instead of a warning, on all processes.
         """
         self.log("train/loss_epoch", self.train_loss)
-        told, spread = float(self.train_information.compute()), float(self.train_feature_std.compute())
-        self.train_information.reset()
+        means = [float(m.compute()) for m in (self.train_loss, self.train_information, self.train_feature_std)]
+        self.train_information.reset()  # Lightning resets what is logged
         self.train_feature_std.reset()
         began = self.trainer.global_step - self._steps_per_epoch
-        wrong = collapse(told, spread)
-        # Until the warm-up is over, outputs may be alike because little has been learned.
+        wrong = collapse(*means, self.head_settings.out_dim)
+        # Until the warm-up is over, all may look alike because little has been learned.
         if wrong is None or began < self.lr_schedule.warmup(self._steps_per_epoch):
             return
         wrong = f"epoch {self.current_epoch}: {wrong}"

@@ -1,6 +1,7 @@
 """DINO's projection head, and a backbone with one."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +78,7 @@ class DINOHead(nn.Module):
         super().__init__()
         widths = [in_dim, *[settings.hidden_dim] * (settings.layers - 1), settings.bottleneck_dim]
         mlp: list[nn.Module] = []
-        for i, (narrow, wide) in enumerate(zip(widths, widths[1:], strict=False)):
+        for i, (narrow, wide) in enumerate(pairwise(widths)):
             linear = nn.Linear(narrow, wide)
             nn.init.trunc_normal_(linear.weight, std=0.02)
             nn.init.zeros_(linear.bias)

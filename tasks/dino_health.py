@@ -7,27 +7,39 @@ from torch import Tensor
 
 from lapbench.errors import UserError
 
-# Measured on digits: a healthy run never falls below 100 and 50 times these.
-LEAST_INFORMATION = 0.01
+# Of ln K, by which the loss of a healthy run stays below it or above 0.
+MARGIN = 1e-3
+LEAST_INFORMATION = 1e-3  # nats
 LEAST_FEATURE_STD = 0.01
 
 
 class CollapseWarning(UserWarning):
-    """The teacher gives all images the same output: there is nothing to learn from it."""
+    """Student and teacher agree without telling images apart: there is nothing left to learn."""
 
 
 class CollapseError(UserError):
     """The same, as the end of the run."""
 
 
-def collapse(information: float, feature_std: float) -> str | None:
-    """What is wrong with a teacher of which these are the means over an epoch; None if nothing is."""
-    if information >= LEAST_INFORMATION and feature_std >= LEAST_FEATURE_STD:
+def collapse(loss: float, information: float, feature_std: float, out_dim: int) -> str | None:
+    """What is wrong with a run of which these are the means over an epoch; None if nothing is.
+
+    Of DINO's two ways to collapse (arXiv 2104.14294, section 5.3), uniform outputs leave the loss at ln K, and one
+    prototype for all images brings it to 0. In both outputs tell nothing of the images.
+    """
+    uniform = math.log(out_dim)
+    signs = {
+        f"the loss is at ln {out_dim}": abs(loss - uniform) < MARGIN * uniform,
+        "the loss is at 0": loss < MARGIN * uniform,
+        "the teacher's outputs are the same for all images": information < LEAST_INFORMATION,
+        "the teacher's features are the same for all images": feature_std < LEAST_FEATURE_STD,
+    }
+    if not any(signs.values()):
         return None
     return (
-        f"the teacher has collapsed, it gives all images the same output: information {information:.2g} nats, "
-        f"feature std {feature_std:.2g}; expected at least {LEAST_INFORMATION} and {LEAST_FEATURE_STD}; BatchNorm in the "
-        "head, fewer prototypes, a lower teacher temperature or a lower learning rate may help"
+        f"DINO has collapsed: {', '.join(sign for sign, seen in signs.items() if seen)} (loss {loss:.4f}, information "
+        f"{information:.2g} nats, feature std {feature_std:.2g}); BatchNorm in the head, fewer prototypes, another "
+        "teacher temperature or weaker augmentation may help"
     )
 
 
@@ -39,9 +51,9 @@ def entropy(probabilities: Tensor) -> Tensor:
 
 @torch.no_grad()
 def information(probabilities: Tensor) -> Tensor:
-    """What the outputs [..., K] tell of the images, in nats: the entropy of their mean less the mean of their entropies.
+    """What outputs [..., K] tell of their images, in nats: 0 where all are the same, whether uniform or certain.
 
-    0 where all outputs are the same, whether uniform or certain.
+    The entropy of the mean output less the mean of their entropies.
     """
     return entropy(probabilities.flatten(0, -2).mean(dim=0)) - entropy(probabilities)
 

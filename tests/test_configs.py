@@ -12,8 +12,10 @@ import yaml
 from lapbench.backbones import Decoder, VisionBackbone
 from lapbench.config_files import CONFIGS, config_names, find_config, load_yaml
 from lapbench.datamodules import ImageShards
+from lapbench.datamodules.segmentation import SegmentationFolder
 from lapbench.datamodules.sharded import ShardedData
 from lapbench.sweeps.grid import load_sweep
+from lapbench.tasks.segmentation import check_data
 from lapbench.training.parser import CLI
 
 SWEEPS = config_names("sweeps")
@@ -21,7 +23,12 @@ PRESETS = [name for name in config_names() if "/presets/" in name]
 COMPLETE = [name for name in config_names() if name not in PRESETS + SWEEPS]
 IMAGES = [name for name in COMPLETE if name.startswith("supervised/")]
 LANGUAGE = [name for name in COMPLETE if name.startswith("language/")]
-TASKS = ("lapbench.tasks.ImageClassification", "lapbench.tasks.LanguageModeling")
+SEGMENTATION = [name for name in COMPLETE if name.startswith("segmentation/")]
+TASKS = (
+    "lapbench.tasks.ImageClassification",
+    "lapbench.tasks.LanguageModeling",
+    "lapbench.tasks.SemanticSegmentation",
+)
 PAIRS = [
     (config, preset)
     for config in COMPLETE
@@ -71,8 +78,9 @@ def test_the_names_are_those_that_the_documentation_promises() -> None:
     assert {f"supervised/presets/{n}" for n in ("deit3", "authors")} <= set(PRESETS)
     assert {f"language/{n}" for n in ("pydocs", "d20_pretrain", "d20_midtrain", "d20_sft", "postnorm")} <= set(COMPLETE)
     assert {f"language/presets/{n}" for n in ("oct2025", "jan2026")} <= set(PRESETS)
+    assert {f"segmentation/{n}" for n in ("shapes", "ade20k_linear", "ade20k_upernet")} <= set(SEGMENTATION)
     assert {f"sweeps/{n}" for n in ("quickstart", "table1", "language_tiny", "table2")} <= set(SWEEPS)
-    assert sorted(IMAGES + LANGUAGE) == sorted(COMPLETE)
+    assert sorted(IMAGES + LANGUAGE + SEGMENTATION) == sorted(COMPLETE)
 
 
 def of(family: list[str]) -> list[tuple[str, ...]]:
@@ -118,6 +126,21 @@ def test_a_config_builds_its_model_and_data(configs: tuple[str, ...]) -> None:
     assert cli.config.trainer.max_epochs > 0
     if built["model"].mixup is not None:
         assert data.batch_size % 2 == 0
+
+
+@pytest.mark.parametrize("config", SEGMENTATION)
+def test_a_segmentation_config_builds_its_model_and_data(config: str) -> None:
+    cli = parse(config)
+    with torch.device("meta"):
+        built = cli.parser.instantiate(cli.config)
+    data, task = built["data"], built["model"]
+    assert isinstance(data, SegmentationFolder)
+    assert (task.num_classes, task.backbone.schedule.name) == (data.num_classes, "0L")
+    check_data(task, data, world_size=8)
+    assert (cli.config.run.monitor, cli.config.run.monitor_mode) == ("val/miou", "max")
+    if config.startswith("segmentation/ade20k"):  # 16 images in a step of 8 devices
+        assert data.batch_size == 2
+        assert task.hparams["inference"] == {"mode": "slide", "crop_size": 512, "stride": 341}
 
 
 @pytest.mark.parametrize(("config", "preset"), PAIRS)

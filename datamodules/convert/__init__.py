@@ -1,4 +1,4 @@
-"""``lapbench data``: data sets to WebDataset shards with a manifest; conversations and tokenizers.
+"""``lapbench data``: data sets to WebDataset shards with a manifest; images with masks, conversations, tokenizers.
 
 A new data set is one `Command` in `COMMANDS`.
 """
@@ -58,8 +58,9 @@ def main(argv: list[str]) -> int:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="lapbench data",
-        description="Convert a data set to WebDataset shards (plain tar files) with a manifest.json. A conversion that "
-        "was interrupted goes on where it stopped when the same command is run again; a finished one is left alone.",
+        description="Convert a data set to WebDataset shards (plain tar files) with a manifest.json, or images with "
+        "masks to folders with a layout.json. A conversion that was interrupted goes on where it stopped when the same "
+        "command is run again; a finished one is left alone.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="DATASET", title="data sets")
     for name, command in COMMANDS.items():

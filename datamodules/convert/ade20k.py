@@ -38,7 +38,7 @@ class _Folder:
     def __init__(self, path: Path) -> None:
         self._root = path / ROOT if (path / ROOT).is_dir() else path
         self.origin = str(self._root.resolve())
-        self.sizes = list_files(self._root)
+        self.sizes = {name: (self._root / name).stat().st_size for name in list_files(self._root)}
 
     def read(self, name: str) -> bytes:
         return read_file(self._root / name)

@@ -19,9 +19,11 @@ from lapbench.errors import UserError
 
 log = logging.getLogger(__name__)
 
-_PREFIXES = ("_orig_mod.", "module.", "model.", "backbone.")
-# Where training scripts keep the model in a checkpoint, averaged weights first; Lightning's is "state_dict".
-_STATE_KEYS = ("state_dict_ema", "model_ema", "state_dict", "model")
+_PREFIXES = ("_orig_mod.", "module.", "model.", "backbone.", "teacher.")
+# Where training scripts keep the model in a checkpoint, averaged weights first; Lightning's is "state_dict". In
+# self-distillation (DINO) the teacher is the average.
+_STATE_KEYS = ("state_dict_ema", "model_ema", "teacher", "state_dict", "model")
+_TEACHER = "teacher.backbone."
 
 Grid = tuple[int, int]
 
@@ -98,6 +100,7 @@ def read_state(path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
         raise UserError(f"weights {path}: expected a state dict, got {type(checkpoint).__name__}")
     state = next((checkpoint[key] for key in _STATE_KEYS if isinstance(checkpoint.get(key), Mapping)), checkpoint)
     tensors = {name: t for name, t in state.items() if isinstance(name, str) and isinstance(t, Tensor)}
+    tensors = {name: t for name, t in tensors.items() if name.startswith(_TEACHER)} or tensors
     hyper_parameters = checkpoint.get("hyper_parameters")
     settings = hyper_parameters.get("backbone") if isinstance(hyper_parameters, Mapping) else None
     return tensors, settings if isinstance(settings, Mapping) else {}

@@ -26,7 +26,7 @@ class DataSet:
 
 
 DATA = {
-    "shapes": DataSet("ShapesSegmentation", "shapes (synthetic)", 96),
+    "shapes": DataSet("ShapesSegmentation", "shapes (synthetic)", 64),
     "ade20k": DataSet("ADE20K", "ADE20K", 512),
 }
 
@@ -73,7 +73,7 @@ class Segmentation(Evaluation):
         batch_size: Images in a step of all processes together.
         lr: Peak learning rate.
         weight_decay: Weight decay of matrices.
-        crop_size: Side of the training crops and of the windows, a multiple of the patch size; null takes 96 for
+        crop_size: Side of the training crops and of the windows, a multiple of the patch size; null takes 64 for
             shapes and 512 for ADE20K.
         mode: Whether images are labelled as a "whole", or by a window that "slide"s over them.
         stride: Pixels from one window to the next; null takes two thirds of the window.
@@ -92,7 +92,7 @@ class Segmentation(Evaluation):
         head: Head = "linear",
         channels: int = 512,
         dropout: float = 0.0,
-        epochs: int = 12,
+        epochs: int = 8,
         warmup_epochs: float = 1.0,
         batch_size: int = 16,
         lr: float = 3e-3,

@@ -134,6 +134,6 @@ class EpochLines(Checkpoint):
 
 
 def _shown(trainer: pl.Trainer) -> str:
-    names = ("train/loss_epoch", "val/loss", "val/top1", "val/bits_per_byte", "train/samples_per_second")
+    names = ("train/loss_epoch", "val/loss", "val/top1", "val/miou", "val/bits_per_byte", "train/samples_per_second")
     metrics = trainer.callback_metrics
     return "  ".join(f"{name} {float(metrics[name]):.4g}" for name in names if name in metrics)

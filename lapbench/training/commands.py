@@ -30,7 +30,7 @@ from lapbench.training.generating import cli_arguments, parse_request, written
 from lapbench.training.parser import CLI
 from lapbench.training.predictions import PredictionWriter
 from lapbench.training.recording import RecordWriter
-from lapbench.training.stock_model import fit_arguments
+from lapbench.training.stock_model import fit_arguments, normalization_note
 from lapbench.training.stop_signals import INTERRUPTED, Interrupted
 
 _FULL_OR_READ_ONLY = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO)
@@ -44,6 +44,7 @@ _EXPECTED_WARNINGS: dict[str, type[Warning]] = {
     ".*callbacks used to create the checkpoint need to be provided": UserWarning,  # scoring needs none of them
     # Each process's clock sees the whole step: the first one's speaks for all.
     ".*'train/(samples_per_second|tokens_per_second|mfu)'.*sync_dist=True": UserWarning,
+    ".*in eval mode at the start of training": UserWarning,  # a frozen backbone
     ".*LeafSpec": FutureWarning,  # Lightning's own use of torch
 }
 
@@ -186,6 +187,9 @@ def _evaluate_model(request: Request) -> int:
     """A run of 0 epochs, whose evaluations ``fit`` resumes like any other's."""
     cli = _parse("fit", fit_arguments(request), name=request.options.what)
     try:
+        if (note := normalization_note(cli.model.settings, cli.datamodule)) is not None:
+            cli.run_folder.notes["normalization"] = note
+            _say(cli, f"note: {note}")
         status = _fit(cli, "--out")
         folder = cli.run_folder.path
         assert folder is not None

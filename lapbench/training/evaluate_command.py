@@ -61,7 +61,7 @@ def evaluate_run(cli: CLI, request: Request, evaluations: Sequence[Evaluation]) 
     assert run is not None
     assert checkpoint is not None  # as there is a folder
     trainer.datamodule = cli.datamodule  # type: ignore[attr-defined]
-    if request.options.suite:
+    if request.options.suite:  # which look at the data
         if _rank() == 0:
             cli.datamodule.prepare_data()
         cli.datamodule.setup()

@@ -7,8 +7,10 @@ from typing import Any
 
 import timm
 
+from lapbench.backbones import VisionSettings
 from lapbench.backbones.vision import PIXELS
 from lapbench.config_files import find_config, load_yaml
+from lapbench.datamodules.images import ImageShards
 from lapbench.errors import UserError
 from lapbench.training.evaluate_arguments import Request
 
@@ -34,6 +36,20 @@ def fit_arguments(request: Request) -> list[str]:
         *data,
         *request.of("trainer", "model", "data"),
     ]
+
+
+def normalization_note(settings: VisionSettings, data: object) -> str | None:
+    """What to know of scores of weights that saw other normalised images than ``data`` gives; None if they did not."""
+    trained = timm.get_pretrained_cfg(settings.name) if settings.pretrained or settings.weights is not None else None
+    if trained is None or not isinstance(data, ImageShards):
+        return None
+    theirs, ours = (trained.mean, trained.std), (data.mean, data.std)
+    if theirs == ours:
+        return None
+    return (
+        f"timm's weights of {settings.name} are for images normalised by mean and std {theirs}, {type(data).__name__} "
+        f"normalises by {ours}"
+    )
 
 
 def _check_name(name: str) -> None:

@@ -62,10 +62,10 @@ class Suite:
         try:
             built = self._parser.instantiate(self._settings)
         except Exception as error:
-            if (found := user_error(error)) is not None:
-                raise found from error
+            if (mistake := user_error(error)) is not None:
+                raise mistake from error
             raise
-        found = [built[name] for name in self.names]
+        found: list[Evaluation] = [built[name] for name in self.names]
         labels = [each.name for each in found]
         for label in labels:
             if labels.count(label) > 1:

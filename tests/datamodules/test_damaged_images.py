@@ -129,6 +129,20 @@ def test_a_batch_without_a_good_image_is_an_error(tmp_path, reader):
     assert "\n" not in str(caught.value)
 
 
+def test_several_tensors_of_an_image_are_filled_alike(tmp_path, reader):
+    stream = stream_of(tmp_path, reader, {1, 5, 6})
+    single = list(ResumableLoader(stream))
+    stream.transform = lambda image: [augmented(image), augmented(image)]
+    loader = ResumableLoader(stream)
+    for (images, *rest), ((first, second), *others) in zip(single, loader, strict=True):
+        assert torch.equal(first, images)
+        assert torch.equal(second[:, 0], images[:, 0])
+        assert not torch.equal(second, first)
+        assert torch.equal(others[0], rest[0])
+        assert others[1] == rest[1]
+    assert len(loader.damaged) == 3
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_evaluation_stops_at_the_first(tmp_path, reader, workers):
     loader = ResumableLoader(stream_of(tmp_path, reader, {6}, training=False), num_workers=workers)

@@ -19,6 +19,7 @@ from lapbench.datamodules.builtin import CIFAR10, CIFAR100, Digits, ImageNet
 from lapbench.datamodules.convert.index import index_again
 from lapbench.datamodules.images import ImageShards, held_out_samples
 from lapbench.datamodules.manifest import Manifest, Shard
+from lapbench.datamodules.multicrop import MultiCrop
 from lapbench.datamodules.transforms import TrainTransform
 from lapbench.errors import UserError
 
@@ -141,6 +142,131 @@ def test_held_out_count_is_exact():
     for fraction in (0.001, 0.9999):
         with pytest.raises(UserError, match="both sides need some"):
             held_out_samples(100, fraction, 0)
+
+
+def drawn_keys(loader):
+    """The keys that a loader's order draws, without decoding."""
+    return [draw.sample.key for batch in loader.stream.order.batches(0, 0, 0, 1) for draw in batch]
+
+
+@pytest.mark.parametrize("reader", ["index", "stream"])
+@pytest.mark.parametrize("val_fraction", [0.0, 0.2])
+def test_parts_never_overlap(tmp_path, reader, val_fraction):
+    folder = write_data(tmp_path / "d", {"train": (30, 20, 10), "test": (5,)}, size=4, extension="png")
+    settings = {"num_workers": 0, "image_size": 4, "val_fraction": val_fraction, "reader": reader}
+    data = ready(CIFAR10(folder, batch_size=7, eval_batch_size=9, **settings))
+    copy = data.for_evaluation(1, seed=5, select_fraction=0.25)
+    parts = ["train", "select", "test"] + ["val"] * (val_fraction > 0)
+    keys = {}
+    for part in parts:
+        batches = list(copy.plain_dataloader(part))
+        assert all(len(images) == len(targets) == len(names) <= 9 for images, targets, names in batches)
+        keys[part] = [key for batch in batches for key in batch[2]]
+        assert keys[part] == sorted(keys[part])  # each once, in order
+        assert len(keys[part]) == copy.samples_of(part)
+    held = round(60 * val_fraction)
+    assert [len(keys[part]) for part in parts] == [(60 - held) * 3 // 4, (60 - held) // 4, 5] + [held] * (held > 0)
+    assert len({key for part in parts for key in keys[part]}) == 65
+    # The loaders draw from the same parts; validation is what it was.
+    assert sorted(drawn_keys(copy.train_dataloader())) == keys["train"]
+    assert drawn_keys(copy.select_dataloader()) == keys["select"]
+    if held:
+        assert drawn_keys(copy.val_dataloader()) == drawn_keys(data.val_dataloader()) == keys["val"]
+    # The choice depends on neither seed; another val_seed chooses others.
+    again = data.for_evaluation(3, seed=6, select_fraction=0.25)
+    assert drawn_keys(again.select_dataloader()) == keys["select"]
+    other = ready(CIFAR10(folder, val_seed=1, **settings)).for_evaluation(1, seed=5, select_fraction=0.25)
+    assert drawn_keys(other.select_dataloader()) != keys["select"]
+    # The data themselves are as they were.
+    assert data.samples_of("train") == 60 - held
+    with pytest.raises(UserError, match="CIFAR10 holds no samples out to choose by: select_fraction is 0"):
+        data.select_dataloader()
+
+
+def test_parts_that_are_not_there(digits_dir):
+    data = ready(Digits(digits_dir))
+    with pytest.raises(UserError, match="Digits has no validation split: hold one out with val_fraction > 0"):
+        data.plain_dataloader("val")
+    with pytest.raises(UserError, match=r"select_fraction must be at least 0 and below 1, got 1.0"):
+        data.for_evaluation(8, seed=0, select_fraction=1.0)
+    with pytest.raises(UserError, match=r"select_fraction 0.0001 of 1437 samples holds out 0: both sides need some"):
+        data.for_evaluation(8, seed=0, select_fraction=0.0001).select_dataloader()
+
+
+def test_plain_images_are_those_of_evaluation(digits_dir):
+    data = ready(Digits(digits_dir, eval_batch_size=100, val_fraction=0.1))
+    for part, loader in (("val", data.val_dataloader()), ("test", data.test_dataloader())):
+        for (images, targets), (plain, same, _) in zip(loader, data.plain_dataloader(part), strict=True):
+            assert torch.equal(images, plain)
+            assert torch.equal(targets, same)
+
+
+@pytest.mark.parametrize("reader", ["index", "stream"])
+def test_crops_do_not_depend_on_workers_and_go_on_after_a_resume(tmp_path, reader):
+    folder = write_data(tmp_path / "d", {"train": (7, 9), "test": (4,)}, size=20)
+    crops = MultiCrop(local_crops=3, local_size=8)
+
+    def batches(workers, start=0):
+        settings = {"num_workers": workers, "image_size": 12, "reader": reader, "multicrop": crops}
+        loader = ready(CIFAR10(folder, batch_size=4, **settings)).train_dataloader()
+        return [
+            loaded.batch
+            for worker in range(max(1, workers))
+            for loaded in loader.stream.batches(1, start, worker, max(1, workers))
+        ]
+
+    whole = batches(0)
+    assert len(whole) == 4
+    for images, targets in whole:
+        assert [tuple(crop.shape) for crop in images] == [(4, 2, 3, 12, 12), (4, 3, 3, 8, 8)]
+        assert len(targets) == 4
+
+    def bits(batch):
+        """The crops of each resolution, sample by sample."""
+        return [[sample.numpy().tobytes() for sample in crops] for crops in batch[0]]
+
+    def samples(some):
+        return sorted(sample for batch in some for crops in bits(batch) for sample in crops)
+
+    assert list(map(bits, batches(0, start=2))) == list(map(bits, whole[2:]))
+    assert samples(batches(2)) == samples(whole)
+    if reader == "index":  # even the batches are the same
+        assert sorted(map(bits, batches(2))) == sorted(map(bits, whole))
+
+
+def test_steps_see_normalised_crops_and_evaluation_single_images(tmp_path, digits_dir):
+    crops = MultiCrop(local_crops=0, global_crops=3, enlarge=True)
+    settings = {"image_size": 16, "val_fraction": 0.2, "batch_size": 128}
+    trainer, data = quiet_trainer(tmp_path), Digits(digits_dir, multicrop=crops, **settings)
+
+    class Crops(Seen):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(256, 10)
+
+        def training_step(self, batch):
+            (images,), targets = batch
+            assert images.shape[1:] == (3, 1, 16, 16)
+            self.images.setdefault("train", []).append(images)
+            return torch.nn.functional.cross_entropy(self.layer(images[:, 0].flatten(1)), targets)
+
+    model = Crops()
+    trainer.fit_loop.max_epochs = 1
+    trainer.fit(model, datamodule=data)
+    alone = ready(Digits(digits_dir, multicrop=crops, **settings), None)
+    loaded = [images for (images,), _ in alone.train_dataloader()]
+    assert len(loaded) == len(model.images["train"]) == 1150 // 128
+    for images, seen in zip(loaded, model.images["train"], strict=True):
+        assert images.dtype == torch.uint8
+        assert torch.equal(seen, (images.float() / 255 - torch.tensor(data.mean)) / torch.tensor(data.std))
+    assert data.multicrop == crops
+    assert data.for_evaluation(64, seed=0).multicrop is None
+    plain = ready(Digits(digits_dir, **settings), None)
+    for ours, theirs in (
+        (alone.val_dataloader(), plain.val_dataloader()),
+        (alone.for_evaluation(128, seed=0).train_dataloader(), plain.train_dataloader()),
+    ):
+        assert all(torch.equal(a[0], b[0]) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_seed_comes_from_the_run(digits_dir, monkeypatch):

@@ -386,7 +386,7 @@ def test_shapes_make_themselves(tmp_path, monkeypatch):
 def test_settings_from_yaml(folder):
     assert lapbench.datamodules.ADE20K is ADE20K
     assert lapbench.datamodules.ShapesSegmentation is ShapesSegmentation
-    parser = jsonargparse.ArgumentParser()
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(pl.LightningDataModule, "data")
     arguments = {"data_dir": str(folder), "resize_scale": [64, 40], "channels": 1, "num_workers": 0, "batch_size": 5}
     for name in ("ADE20K", "ShapesSegmentation"):

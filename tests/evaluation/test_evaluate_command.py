@@ -150,7 +150,7 @@ def test_done_tasks_are_not_done_again(
         (("--tasks", "mmlu", "--data-dir", "nowhere"), "data_dir nowhere: no such folder"),
         (("--tasks", "mmlu", "--ckpt", "best"), "best.ckpt: no such file"),
         (("--tasks", "mmlu", "--name", "Big"), "name of an evaluation"),
-        ((), "required: --tasks"),
+        ((), "one of the arguments --suite --tasks is required"),
     ],
 )
 def test_mistakes_are_one_line(run: Path, lapbench: Command, arguments: tuple[str, ...], message: str) -> None:

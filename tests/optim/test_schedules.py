@@ -31,6 +31,12 @@ def test_warmup_and_cosine_by_hand() -> None:
     )
 
 
+def test_linear_by_hand() -> None:
+    settings = LRSchedule("linear", warmup_lr=0.0, min_lr=0.5)
+    assert rates(settings, 2.0, 5, 2) == pytest.approx([0.0, 1.0, 2.0, 1.5, 1.0, 0.5])
+    assert learning_rate(9, peak=2.0, total=5, warmup=2, settings=settings) == 0.5
+
+
 def test_constant_after_warmup() -> None:
     assert rates(LRSchedule("constant", warmup_lr=0.0, min_lr=0.5), 2.0, 4, 2) == [0.0, 1.0, 2.0, 2.0, 2.0]
 

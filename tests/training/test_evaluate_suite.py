@@ -158,6 +158,16 @@ def test_local_weights_give_the_features_that_timm_gives(tmp_path: Path) -> None
     assert not any(parameter.requires_grad for parameter in task.backbone.parameters())
 
 
+def test_weights_for_images_normalised_in_another_way_are_noted(stock: Command, tmp_path: Path) -> None:
+    options = {"embed_dim": 16, "depth": 2, "num_heads": 2, "img_size": 8, "patch_size": 4, "in_chans": 1}
+    torch.save(timm.create_model(MODEL, **options).state_dict(), tmp_path / "stock.pth")
+    outcome = stock("--weights", tmp_path / "stock.pth")
+    assert outcome.status == 0, outcome.err
+    note = "are for images normalised by mean and std ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)), Digits normalises by"
+    assert note in outcome.err.splitlines()[0]
+    assert note in read_record(tmp_path / "out").notes["normalization"]
+
+
 RUN = "RUN"  # stands for the finished run
 
 

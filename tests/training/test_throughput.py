@@ -11,7 +11,7 @@ import torch
 from lapbench.backbones import build_decoder
 from lapbench.results.record import read_record
 from lapbench.tasks import ImageClassification
-from lapbench.training.throughput import Throughput, bf16_peak
+from lapbench.training.throughput import Throughput, bf16_peak, samples_of
 
 Command = Callable[..., Any]
 
@@ -74,3 +74,10 @@ def test_a_device_without_a_known_peak_has_none(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA X1")
     assert bf16_peak(torch.device("cuda", 0)) is None
     assert bf16_peak(torch.device("cpu")) is None
+
+
+def test_samples_of_each_kind_of_batch() -> None:
+    images = torch.zeros(3, 1, 8, 8)
+    assert samples_of((images, torch.zeros(3))) == 3
+    assert samples_of(([torch.zeros(3, 2, 1, 8, 8), torch.zeros(3, 6, 1, 4, 4)], torch.zeros(3))) == 3
+    assert samples_of({"inputs": [*images], "data_samples": [None] * 3}) == 3
