@@ -1,7 +1,8 @@
 """Linear probe: how well a linear classifier reads the classes off a frozen backbone's tokens."""
 
+import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
@@ -17,54 +18,12 @@ from lapbench.evaluation.base import Evaluation, FinishedTraining
 from lapbench.evaluation.features import has_class_token
 from lapbench.evaluation.plain_data import PlainData
 from lapbench.evaluation.probe_features import CachedFeatures, Features
-from lapbench.evaluation.probe_head import Head, HeadGrid, HeadScores, Pooling, grid, parts_of
+from lapbench.evaluation.probe_head import FeatureNorm, HeadGrid, HeadScores, Pooling, parts_of
+from lapbench.evaluation.probe_settings import DINOV2_LRS, POOLINGS, ProbeSettings, Split
 from lapbench.evaluation.processes import Processes
 from lapbench.optim import LRSchedule, build_scheduler
 
-DINOV2_LRS = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 1e-1)
-DINOV2_BLOCKS = (1, 4)
-POOLINGS: tuple[Pooling, ...] = ("token", "token+avg", "avg")
-Split = Literal["val", "test"]
 Batch = tuple[Tensor, Tensor, list[str]]
-
-
-@dataclass(frozen=True)
-class ProbeSettings:
-    """The settings of a ``LinearProbe``, as its section in the record shows them."""
-
-    epochs: int
-    batch_size: int
-    lrs: tuple[float, ...]
-    lr_batch_size: int | None
-    blocks: tuple[int, ...] | None
-    poolings: tuple[Pooling, ...] | None
-    momentum: float
-    weight_decay: float
-    init_std: float
-    cosine: Literal["step", "epoch"]
-    select_fraction: float
-    split: Split
-    cache_features: bool
-
-    @property
-    def lr_scale(self) -> float:
-        """What each learning rate is multiplied by."""
-        return 1.0 if self.lr_batch_size is None else self.batch_size / self.lr_batch_size
-
-    @property
-    def heads(self) -> list[Head]:
-        """The grid, once the backbone is known."""
-        assert self.blocks is not None
-        assert self.poolings is not None
-        return grid(self.lrs, self.blocks, self.poolings)
-
-    def of(self, backbone: VisionBackbone) -> "ProbeSettings":
-        """These settings with what null leaves to the backbone, and without samples to choose by for a single head."""
-        token = has_class_token(backbone)
-        blocks = self.blocks or tuple(n for n in DINOV2_BLOCKS if n <= backbone.num_layers)
-        poolings = self.poolings or (("token", "token+avg") if token else ("avg",))
-        settings = replace(self, blocks=blocks, poolings=poolings)
-        return settings if len(settings.heads) > 1 else replace(settings, select_fraction=0.0)
 
 
 class LinearProbe(Evaluation):
@@ -99,6 +58,9 @@ class LinearProbe(Evaluation):
         weight_decay: Weight decay of the classifiers' weights and biases.
         init_std: Standard deviation of the classifiers' first weights.
         cosine: Whether the learning rate falls after each "step" or, as in DINO's protocol, each "epoch".
+        batch_norm: Normalise each feature over the global batch first, without learned weights, as MAE's linear probe
+            does (https://arxiv.org/abs/2111.06377, A.1): where features vary little about a large mean, SGD learns
+            slowly without.
         select_fraction: Share of the training split that chooses the best of several classifiers.
         split: What is scored: "val" or "test".
         cache_features: Train without augmentation, on features computed once. All processes keep those of the whole
@@ -123,6 +85,7 @@ class LinearProbe(Evaluation):
         weight_decay: float = 0.0,
         init_std: float = 0.0,
         cosine: Literal["step", "epoch"] = "step",
+        batch_norm: bool = False,
         select_fraction: float = 0.1,
         split: Split = "test",
         cache_features: bool = False,
@@ -159,6 +122,7 @@ class LinearProbe(Evaluation):
             weight_decay,
             init_std,
             cosine,
+            batch_norm,
             select_fraction,
             split,
             cache_features,
@@ -199,9 +163,19 @@ class LinearProbe(Evaluation):
                 for head, top1, loss in zip(heads, scores["top1"], scores["loss"], strict=True)
             ]
             section = {"chosen_on": "select", "heads": shown}
+            if run.outer.is_global_zero:
+                self._say_if_at_an_end(heads[best].lr)
         scores = scores_on(settings.split)
         metrics = {f"{self.name}/{key}": values[best] for key, values in scores.items()}
         return {"metrics": metrics, "settings": asdict(settings), **section, "chosen": asdict(heads[best])}
+
+    def _say_if_at_an_end(self, lr: float) -> None:
+        """Says that a grid may have missed the best learning rate."""
+        lrs = self.settings.lrs
+        if len(lrs) > 1 and lr in (min(lrs), max(lrs)):
+            which, other = ("largest", "larger") if lr == max(lrs) else ("smallest", "smaller")
+            line = f"{self.name}: the best learning rate, {lr:g}, is the {which} of lrs: {other} ones may be better"
+            print(line, file=sys.stderr, flush=True)
 
     def _train(self, run: FinishedTraining, probe: "_Probe", images: ImageShards, seed: int) -> None:
         data: pl.LightningDataModule = images
@@ -261,6 +235,7 @@ class _Probe(pl.LightningModule):
         self.features = features
         self.classifiers = classifiers
         self.settings = settings
+        self.norm = FeatureNorm(len(features.parts), classifiers.dim) if settings.batch_norm else None
         self.scored = HeadScores(len(classifiers.shares), classifiers.num_classes)
         self.scores: dict[str, list[float]] = {}
 
@@ -276,11 +251,18 @@ class _Probe(pl.LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         inputs, labels = batch
         features = inputs if self.settings.cache_features else self.features(inputs)
+        if self.norm is not None:
+            first = self.global_rank * len(labels)
+            whole = cast(Tensor, self.all_gather(features)).reshape(-1, *features.shape[1:])
+            features = self.norm(whole.double())[first : first + len(labels)]
         return self.classifiers.loss(features, labels, self.settings.weight_decay)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         images, labels, _ = batch
-        self.scored.update(self.classifiers(self.features(images)), labels)
+        features = self.features(images)
+        if self.norm is not None:
+            features = self.norm(features.double())
+        self.scored.update(self.classifiers(features), labels)
 
     def on_validation_epoch_end(self) -> None:
         self.scores = self.scored.compute()

@@ -61,6 +61,7 @@ class HeadGrid(nn.Module):
 
     def __init__(self, heads: Sequence[Head], dim: int, num_classes: int, init_std: float = 0.0, seed: int = 0) -> None:
         super().__init__()
+        self.dim = dim
         self.num_classes = num_classes
         columns = {part: column for column, part in enumerate(parts_of(heads))}
         features = dict.fromkeys(head.parts for head in heads)
@@ -105,6 +106,17 @@ class HeadGrid(nn.Module):
         bias = cast(Tensor, bank.bias)
         squares = [p.view(len(bias) // self.num_classes, -1).square().sum(dim=1) for p in bank.parameters()]
         return torch.stack(squares).sum(dim=0)
+
+
+class FeatureNorm(nn.BatchNorm1d):
+    """Batch norm without weights over features [B, P, D] in float64, each of the P D numbers a channel."""
+
+    def __init__(self, parts: int, dim: int) -> None:
+        super().__init__(parts * dim, eps=1e-6, affine=False, dtype=torch.float64)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """The normalised features, [B, P, D]."""
+        return super().forward(features.flatten(1)).view_as(features)
 
 
 def cross_entropies(logits: Tensor, labels: Tensor) -> Tensor:

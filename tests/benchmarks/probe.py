@@ -13,8 +13,8 @@ def steps(features: Any) -> tuple[Callable[[], None], Callable[[], None]]:
     """A step of dinov2's grid and one of its widest head alone, on what ``features`` gives."""
     import torch
 
-    from lapbench.evaluation.linear_probe import DINOV2_BLOCKS, DINOV2_LRS
     from lapbench.evaluation.probe_head import Head, HeadGrid, grid, parts_of
+    from lapbench.evaluation.probe_settings import DINOV2_BLOCKS, DINOV2_LRS
 
     heads = grid(DINOV2_LRS, DINOV2_BLOCKS, ("token", "token+avg"))
     labels = torch.randint(CLASSES, (BATCH,))

@@ -218,7 +218,7 @@ def test_two_processes_give_the_result_of_one(
     """Both see the same global batches: 3 in an epoch of 90 images."""
     settings = {"epochs": 4, "batch_size": 30, **TWO_HEADS}
     probe: tuple[str, dict[str, Any]] = ("lapbench.evaluation.LinearProbe", settings)
-    cached = (probe[0], {**settings, "cache_features": True, "name": "cached"})
+    cached = (probe[0], {**settings, "cache_features": True, "batch_norm": True, "name": "cached"})
     one, two = (shutil.copytree(finished, tmp_path / name) for name in ("one", "two"))
     assert again(with_evaluations(one, probe, cached)).status == 0
     alone = ("fakes.Fails", {"rank": 1})
