@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from lapbench.analysis import within_sequence_similarity
 from lapbench.backbones import VisionBackbone, VisionSettings, build_vision_backbone
@@ -190,7 +189,7 @@ class DINO(pl.LightningModule):
                 f"data.multicrop: DINO learns from several crops of an image, {type(data).__name__} gives none; "
                 "set data.multicrop.local_crops, for instance"
             )
-        _check_sizes(self.settings.name, self.student.backbone, data.image_size, multicrop)
+        check_crops(self.settings.name, self.student.backbone, data.image_size, multicrop)
         if self.trainer.gradient_clip_val is not None:
             raise UserError(
                 "trainer.gradient_clip_val: expected null, as DINO clips each parameter's gradient by itself "
@@ -270,8 +269,9 @@ class DINO(pl.LightningModule):
         """The student's step, then the teacher's."""
         momentum = self._cosine(self.ema, 1.0)
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        move = get_ema_multi_avg_fn(momentum)
-        move(list(self.teacher.parameters()), list(self.student.parameters()), None)
+        with torch.no_grad():
+            teacher: list[Tensor] = list(self.teacher.parameters())
+            torch._foreach_lerp_(teacher, list(self.student.parameters()), 1 - momentum)
 
     def on_train_epoch_end(self) -> None:
         """Logs the epoch's mean loss: here, not at each step, for an epoch that is resumed after its last step.
@@ -282,11 +282,13 @@ class DINO(pl.LightningModule):
             CollapseError: Instead of a warning, on all processes.
         """
         self.log("train/loss_epoch", self.train_loss)
-        means = [float(m.compute()) for m in (self.train_loss, self.train_information, self.train_feature_std)]
+        loss, told, spread = (
+            float(m.compute()) for m in (self.train_loss, self.train_information, self.train_feature_std)
+        )
         self.train_information.reset()  # Lightning resets what is logged
         self.train_feature_std.reset()
         began = self.trainer.global_step - self._steps_per_epoch
-        wrong = collapse(*means, self.head_settings.out_dim)
+        wrong = collapse(loss, told, spread, self.head_settings.out_dim)
         # Until the warm-up is over, all may look alike because little has been learned.
         if wrong is None or began < self.lr_schedule.warmup(self._steps_per_epoch):
             return
@@ -315,7 +317,8 @@ class DINO(pl.LightningModule):
             self.log("train/information", told)
             self.log("train/feature_std", spread)
             patches = tokens[:, self.teacher.backbone.num_prefix_tokens :]
-            self.log("train/similarity", within_sequence_similarity(patches).mean())
+            if patches.size(1) > 1:
+                self.log("train/similarity", within_sequence_similarity(patches).mean())
 
 
 def _tokens_and_pooled(backbone: VisionBackbone, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -325,7 +328,8 @@ def _tokens_and_pooled(backbone: VisionBackbone, images: Tensor) -> tuple[Tensor
     return tokens, pooled
 
 
-def _check_sizes(name: str, backbone: VisionBackbone, image_size: int, multicrop: Any) -> None:
+def check_crops(name: str, backbone: VisionBackbone, image_size: int, multicrop: Any) -> None:
+    """UserError: crops that a backbone cannot take, or nothing to compare."""
     if multicrop.global_crops < 1 or multicrop.global_crops + multicrop.local_crops < 2:
         raise UserError(
             "data.multicrop: expected a global crop and at least one more, got "

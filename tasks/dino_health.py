@@ -46,7 +46,8 @@ def collapse(loss: float, information: float, feature_std: float, out_dim: int) 
 @torch.no_grad()
 def entropy(probabilities: Tensor) -> Tensor:
     """Mean entropy in nats of distributions [..., K]: ln K where they are uniform, 0 where they are certain."""
-    return torch.special.entr(probabilities).sum(dim=-1).mean()
+    nats: Tensor = torch.special.entr(probabilities).sum(dim=-1).mean()
+    return nats
 
 
 @torch.no_grad()

@@ -15,6 +15,8 @@ from lapbench.datamodules import ImageShards
 from lapbench.datamodules.segmentation import SegmentationFolder
 from lapbench.datamodules.sharded import ShardedData
 from lapbench.sweeps.grid import load_sweep
+from lapbench.tasks import DINO
+from lapbench.tasks.dino import check_crops
 from lapbench.tasks.segmentation import check_data
 from lapbench.training.parser import CLI
 
@@ -23,8 +25,11 @@ PRESETS = [name for name in config_names() if "/presets/" in name]
 COMPLETE = [name for name in config_names() if name not in PRESETS + SWEEPS]
 IMAGES = [name for name in COMPLETE if name.startswith("supervised/")]
 LANGUAGE = [name for name in COMPLETE if name.startswith("language/")]
+SSL = [name for name in COMPLETE if name.startswith("ssl/")]
 SEGMENTATION = [name for name in COMPLETE if name.startswith("segmentation/")]
 TASKS = (
+    "lapbench.tasks.DINO",
+    "lapbench.tasks.FrozenBackbone",
     "lapbench.tasks.ImageClassification",
     "lapbench.tasks.LanguageModeling",
     "lapbench.tasks.SemanticSegmentation",
@@ -78,9 +83,11 @@ def test_the_names_are_those_that_the_documentation_promises() -> None:
     assert {f"supervised/presets/{n}" for n in ("deit3", "authors")} <= set(PRESETS)
     assert {f"language/{n}" for n in ("pydocs", "d20_pretrain", "d20_midtrain", "d20_sft", "postnorm")} <= set(COMPLETE)
     assert {f"language/presets/{n}" for n in ("oct2025", "jan2026")} <= set(PRESETS)
+    assert {f"ssl/{n}" for n in ("digits", "shapes", "imagenet_vits")} <= set(SSL)
     assert {f"segmentation/{n}" for n in ("shapes", "ade20k_linear", "ade20k_upernet")} <= set(SEGMENTATION)
     assert {f"sweeps/{n}" for n in ("quickstart", "table1", "language_tiny", "table2")} <= set(SWEEPS)
-    assert sorted(IMAGES + LANGUAGE + SEGMENTATION) == sorted(COMPLETE)
+    assert {f"sweeps/{n}" for n in ("ssl_tiny", "table3")} <= set(SWEEPS)
+    assert sorted(IMAGES + LANGUAGE + SSL + SEGMENTATION) == sorted(COMPLETE)
 
 
 def of(family: list[str]) -> list[tuple[str, ...]]:
@@ -126,6 +133,21 @@ def test_a_config_builds_its_model_and_data(configs: tuple[str, ...]) -> None:
     assert cli.config.trainer.max_epochs > 0
     if built["model"].mixup is not None:
         assert data.batch_size % 2 == 0
+
+
+@pytest.mark.parametrize("config", SSL)
+def test_a_self_supervised_config_builds_its_model_and_data(config: str) -> None:
+    cli = parse(config)
+    with torch.device("meta"):
+        built = cli.parser.instantiate(cli.config)
+    data, task = built["data"], built["model"]
+    assert isinstance(data, ImageShards)
+    assert isinstance(task, DINO)
+    check_crops(task.settings.name, task.student.backbone, data.image_size, data.multicrop)
+    assert task.backbone.patch_embed.proj.in_channels == data.channels
+    assert task.backbone.schedule.name == "0L"
+    assert (cli.config.run.test, cli.config.trainer.gradient_clip_val) == ("none", None)
+    assert [evaluation.name for evaluation in built["trainer"]["callbacks"]] == ["linear", "knn", "segmentation"]
 
 
 @pytest.mark.parametrize("config", SEGMENTATION)

@@ -10,7 +10,6 @@ BATCH, GLOBAL, LOCAL, GLOBAL_SIZE, LOCAL_SIZE = 16, 2, 6, 64, 32
 def step_of(laplacian_heads: int | list[int], crop_by_crop: bool = False) -> Callable[[], None]:
     """A training step (student, teacher, loss, backward, AdamW, EMA) of ViT-Ti with patches of 16 pixels."""
     import torch
-    from torch.optim.swa_utils import get_ema_multi_avg_fn
 
     from lapbench.backbones import VisionSettings
     from lapbench.tasks import DINO
@@ -20,7 +19,6 @@ def step_of(laplacian_heads: int | list[int], crop_by_crop: bool = False) -> Cal
     backbone = VisionSettings("vit_tiny_patch16_224", heads=laplacian_heads, img_size=GLOBAL_SIZE)
     task = DINO(backbone, ProjectionHead(out_dim=4096))
     optimizer = torch.optim.AdamW(task.student.parameters())
-    move = get_ema_multi_avg_fn(0.996)
     crops = [
         torch.randn(BATCH, GLOBAL, 3, GLOBAL_SIZE, GLOBAL_SIZE),
         torch.randn(BATCH, LOCAL, 3, LOCAL_SIZE, LOCAL_SIZE),
@@ -37,7 +35,8 @@ def step_of(laplacian_heads: int | list[int], crop_by_crop: bool = False) -> Cal
         task.loss(outputs(task.student, crops), targets).backward()
         optimizer.step()
         optimizer.zero_grad()
-        move(list(task.teacher.parameters()), list(task.student.parameters()), None)
+        with torch.no_grad():
+            torch._foreach_lerp_(list(task.teacher.parameters()), list(task.student.parameters()), 0.004)
 
     return step
 
