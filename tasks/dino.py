@@ -3,7 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -24,9 +24,9 @@ from lapbench.optim import (
     cosine,
     set_weight_decay,
 )
-from lapbench.tasks.dino_head import ProjectedBackbone, ProjectionHead
+from lapbench.tasks.dino_head import ProjectedBackbone, ProjectionHead, check_crops
 from lapbench.tasks.dino_health import CollapseError, CollapseWarning, collapse, entropy, feature_std, information
-from lapbench.tasks.dino_loss import DINOLoss
+from lapbench.tasks.dino_loss import DINOLoss, Temperatures
 from lapbench.tasks.metrics import SampleMean
 from lapbench.tasks.steps import (
     check_finite,
@@ -38,39 +38,6 @@ from lapbench.tasks.steps import (
 )
 
 Crops = list[Tensor]
-
-
-@dataclass
-class Temperatures:
-    """Temperatures of the two softmaxes.
-
-    Args:
-        student: The student's.
-        teacher: The teacher's, lower: its outputs are sharpened.
-        teacher_start: The teacher's in the first step of its warm-up.
-        warmup_epochs: Length of the teacher's linear warm-up, which moves with every optimizer step.
-    """
-
-    student: float = 0.1
-    teacher: float = 0.04
-    teacher_start: float = 0.04
-    warmup_epochs: float = 0.0
-
-    def teacher_at(self, step: int, steps_per_epoch: int) -> float:
-        """The teacher's temperature in optimizer step ``step`` (0-based)."""
-        warmup = self.warmup_epochs * steps_per_epoch
-        done = min(1.0, step / warmup) if warmup else 1.0
-        return (1 - done) * self.teacher_start + done * self.teacher
-
-    def check(self) -> None:
-        """Raises:
-        UserError: A setting out of range.
-        """
-        for name in ("student", "teacher", "teacher_start"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"temperatures.{name}: expected a number above 0, got {getattr(self, name):g}")
-        if self.warmup_epochs < 0:
-            raise UserError(f"temperatures.warmup_epochs: expected at least 0, got {self.warmup_epochs:g}")
 
 
 class DINO(pl.LightningModule):
@@ -326,25 +293,3 @@ def _tokens_and_pooled(backbone: VisionBackbone, images: Tensor) -> tuple[Tensor
     tokens: Tensor = backbone.forward_features(images)  # type: ignore[operator]
     pooled: Tensor = backbone.forward_head(tokens)  # type: ignore[operator]
     return tokens, pooled
-
-
-def check_crops(name: str, backbone: VisionBackbone, image_size: int, multicrop: Any) -> None:
-    """UserError: crops that a backbone cannot take, or nothing to compare."""
-    if multicrop.global_crops < 1 or multicrop.global_crops + multicrop.local_crops < 2:
-        raise UserError(
-            "data.multicrop: expected a global crop and at least one more, got "
-            f"{multicrop.global_crops} global and {multicrop.local_crops} local ones"
-        )
-    embedding: Any = backbone.patch_embed
-    sizes = {"data.image_size": image_size}
-    if multicrop.local_crops:
-        sizes["data.multicrop.local_size"] = multicrop.local_size
-    for key, size in sizes.items():
-        if any(size % patch for patch in embedding.patch_size):
-            patch = " x ".join(str(side) for side in embedding.patch_size)
-            raise UserError(f"{key}: expected a multiple of the patches of {patch} pixels of {name}, got {size}")
-    if embedding.img_size != (image_size, image_size):
-        made_for = " x ".join(str(side) for side in embedding.img_size)
-        raise UserError(
-            f"model.backbone.img_size: expected data.image_size, {image_size}, for the global crops, got {made_for}"
-        )

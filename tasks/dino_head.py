@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -119,3 +120,25 @@ class ProjectedBackbone(nn.Module):
         pooled = [self.backbone(images.flatten(0, 1)) for images in crops]
         logits = self.head(torch.cat(pooled)).split([len(features) for features in pooled])
         return torch.cat([x.unflatten(0, images.shape[:2]) for x, images in zip(logits, crops, strict=True)], dim=1)
+
+
+def check_crops(name: str, backbone: VisionBackbone, image_size: int, multicrop: Any) -> None:
+    """UserError: crops that a backbone cannot take, or nothing to compare."""
+    if multicrop.global_crops < 1 or multicrop.global_crops + multicrop.local_crops < 2:
+        raise UserError(
+            "data.multicrop: expected a global crop and at least one more, got "
+            f"{multicrop.global_crops} global and {multicrop.local_crops} local ones"
+        )
+    embedding: Any = backbone.patch_embed
+    sizes = {"data.image_size": image_size}
+    if multicrop.local_crops:
+        sizes["data.multicrop.local_size"] = multicrop.local_size
+    for key, size in sizes.items():
+        if any(size % patch for patch in embedding.patch_size):
+            patch = " x ".join(str(side) for side in embedding.patch_size)
+            raise UserError(f"{key}: expected a multiple of the patches of {patch} pixels of {name}, got {size}")
+    if embedding.img_size != (image_size, image_size):
+        made_for = " x ".join(str(side) for side in embedding.img_size)
+        raise UserError(
+            f"model.backbone.img_size: expected data.image_size, {image_size}, for the global crops, got {made_for}"
+        )

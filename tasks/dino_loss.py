@@ -1,9 +1,45 @@
-"""DINO's loss and the centre of its teacher."""
+"""DINO's loss, its temperatures and the centre of its teacher."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from lapbench.errors import UserError
+
+
+@dataclass
+class Temperatures:
+    """Temperatures of the two softmaxes.
+
+    Args:
+        student: The student's.
+        teacher: The teacher's, lower: its outputs are sharpened.
+        teacher_start: The teacher's in the first step of its warm-up.
+        warmup_epochs: Length of the teacher's linear warm-up, which moves with every optimizer step.
+    """
+
+    student: float = 0.1
+    teacher: float = 0.04
+    teacher_start: float = 0.04
+    warmup_epochs: float = 0.0
+
+    def teacher_at(self, step: int, steps_per_epoch: int) -> float:
+        """The teacher's temperature in optimizer step ``step`` (0-based)."""
+        warmup = self.warmup_epochs * steps_per_epoch
+        done = min(1.0, step / warmup) if warmup else 1.0
+        return (1 - done) * self.teacher_start + done * self.teacher
+
+    def check(self) -> None:
+        """Raises:
+        UserError: A setting out of range.
+        """
+        for name in ("student", "teacher", "teacher_start"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"temperatures.{name}: expected a number above 0, got {getattr(self, name):g}")
+        if self.warmup_epochs < 0:
+            raise UserError(f"temperatures.warmup_epochs: expected at least 0, got {self.warmup_epochs:g}")
 
 
 class DINOLoss(nn.Module):

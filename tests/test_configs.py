@@ -16,7 +16,7 @@ from lapbench.datamodules.segmentation import SegmentationFolder
 from lapbench.datamodules.sharded import ShardedData
 from lapbench.sweeps.grid import load_sweep
 from lapbench.tasks import DINO
-from lapbench.tasks.dino import check_crops
+from lapbench.tasks.dino_head import check_crops
 from lapbench.tasks.segmentation import check_data
 from lapbench.training.parser import CLI
 

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 from lapbench.backbones import VisionSettings
 from lapbench.optim import LRSchedule, OptimizerSettings
 from lapbench.tasks import DINO
-from lapbench.tasks.dino import Temperatures
 from lapbench.tasks.dino_head import ProjectionHead
+from lapbench.tasks.dino_loss import Temperatures
 
 K, PEAK, FREEZE = 24, 0.01, 1
 EPS = 1e-3  # the gradient of the keys' biases is nothing but rounding, which Adam would blow up

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from lapbench.errors import UserError
 from lapbench.optim import LRSchedule, OptimizerSettings
 from lapbench.tasks import DINO
-from lapbench.tasks.dino import Temperatures
 from lapbench.tasks.dino_head import ProjectionHead
+from lapbench.tasks.dino_loss import Temperatures
 from lapbench.tasks.steps import NonFiniteLossError
 
 pytestmark = [
