@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PIN := --constraint .ci/constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint bench table1 table2 clean
+.PHONY: help install quickstart test lint bench table1 table2 table3 clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +30,9 @@ table1: $(READY) ## Train and print Table 1: ViT-B on CIFAR-10, CIFAR-100 and Im
 
 table2: $(READY) ## Train and print Table 2: d20 language models on FineWeb-Edu (needs the data, and GPUs)
 	$(BIN)/lapbench sweep table2
+
+table3: $(READY) ## Train and print Table 3: DINO on ImageNet, linear probe, k-NN, ADE20K (needs the data, and GPUs)
+	$(BIN)/lapbench sweep table3
 
 test: $(READY) ## Run the tests
 	$(BIN)/python -m pytest --numprocesses $(JOBS)
