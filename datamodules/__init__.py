@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lapbench.datamodules.builtin import CIFAR10, CIFAR100, Digits, ImageNet, Shapes
+    from lapbench.datamodules.builtin_masks import ADE20K, ShapesSegmentation
     from lapbench.datamodules.builtin_text import FineWebEdu, PyDocs
     from lapbench.datamodules.chat import Chat
     from lapbench.datamodules.images import ImageShards
     from lapbench.datamodules.manifest import Manifest, Shard
     from lapbench.datamodules.mixtures import ChatSource
     from lapbench.datamodules.multicrop import MultiCrop
-    from lapbench.datamodules.segmentation import ADE20K, SegmentationFolder, ShapesSegmentation
+    from lapbench.datamodules.segmentation import SegmentationFolder
     from lapbench.datamodules.text import TextShards
     from lapbench.datamodules.token_manifest import TokenManifest
     from lapbench.datamodules.tokenizer import Tokenizer
@@ -45,7 +46,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ADE20K": "segmentation",
+    "ADE20K": "builtin_masks",
     "Chat": "chat",
     "ChatSource": "mixtures",
     "FineWebEdu": "builtin_text",
@@ -54,7 +55,7 @@ _HOMES = {
     "MultiCrop": "multicrop",
     "PyDocs": "builtin_text",
     "SegmentationFolder": "segmentation",
-    "ShapesSegmentation": "segmentation",
+    "ShapesSegmentation": "builtin_masks",
     "Shard": "manifest",
     "TextShards": "text",
     "TokenManifest": "token_manifest",

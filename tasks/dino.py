@@ -116,7 +116,10 @@ class DINO(pl.LightningModule):
                 "lr_schedule": asdict(lr_schedule),
             }
         )
-        self.student = ProjectedBackbone(build_vision_backbone(num_classes=0, **vars(self.settings)), head)
+        trained = build_vision_backbone(num_classes=0, **vars(self.settings))
+        if not any(True for _ in trained.parameters()):
+            raise UserError(f"backbone.name: DINO trains a backbone, {backbone.name} has no parameters")
+        self.student = ProjectedBackbone(trained, head)
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
         # A trial, so that what is wrong with the optimizer is said before a run starts.
         build_optimizer(nn.Linear(1, 1), optimizer, batch_size=1)

@@ -18,10 +18,10 @@ from PIL import Image
 
 import lapbench.datamodules
 from lapbench.datamodules import sharded
+from lapbench.datamodules.builtin_masks import ADE20K, ShapesSegmentation
 from lapbench.datamodules.convert import shapes
 from lapbench.datamodules.convert.pairs import check_layout
 from lapbench.datamodules.layout import Layout
-from lapbench.datamodules.segmentation import ADE20K, ShapesSegmentation
 from lapbench.errors import UserError
 from lapbench.openmmlab import mmseg_imports
 

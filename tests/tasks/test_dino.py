@@ -17,6 +17,7 @@ import torch
 from dino_runs import HEAD, Crops, K, Steps, published, task, trainer
 from torch import Tensor, nn
 
+from lapbench.backbones import VisionSettings
 from lapbench.errors import UserError
 from lapbench.optim import LRSchedule, OptimizerSettings
 from lapbench.tasks import DINO
@@ -212,6 +213,11 @@ def test_data_that_do_not_fit_are_refused(data: dict[str, Any], said: str) -> No
         setattr(crops, name, value)
     with pytest.raises(UserError, match=said):
         trainer(max_epochs=1).fit(task(), crops)
+
+
+def test_raw_pixels_are_refused() -> None:
+    with pytest.raises(UserError, match=r"backbone\.name: DINO trains a backbone, pixels has no parameters"):
+        DINO(VisionSettings("pixels", patch_size=4, img_size=8))
 
 
 def test_two_kinds_of_clipping_are_refused() -> None:
