@@ -70,7 +70,7 @@ def test_fit_ends_with_its_evaluations(
     )
     table = lapbench("table", tmp_path / "run", "--metric", "linear/top1")
     assert f"{100 * record.metrics['linear/top1']:.2f}" in table.out
-    assert "linear/top1: top-1 accuracy in % of Digits, by evaluation linear; higher is better" in table.out
+    assert "linear/top1: linear-probe top-1 accuracy in % of Digits, by evaluation linear (a linear" in table.out
 
 
 def test_averaged_weights_and_the_best_checkpoint_are_what_is_evaluated(tmp_path: Path, fit: Command) -> None:

@@ -97,6 +97,7 @@ def test_raw_pixels_take_the_place_of_a_model(tmp_path: Path, dino: Path, lapben
     assert outcome.status == 0, outcome.err
     assert [line.split(":")[0] for line in outcome.err.splitlines()] == [
         f"evaluating in {run}",
+        "linear",  # the best learning rate is the largest
         "evaluation linear",
         "evaluation knn",
         "finished",
