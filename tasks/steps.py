@@ -37,8 +37,8 @@ def check_finite(task: pl.LightningModule, loss: Tensor, batch_idx: int) -> None
 def is_shown(trainer: pl.Trainer) -> bool:
     """Whether anything keeps what is logged in this step: loggers take every nth, the record an epoch's last one."""
     every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-    # Lightning counts them from 1.
-    return (trainer.global_step + 1) % every == 0 or trainer.is_last_batch
+    # Lightning counts them from 1, and takes 0 for none.
+    return trainer.is_last_batch or (every > 0 and (trainer.global_step + 1) % every == 0)
 
 
 def log_step(task: pl.LightningModule, model: nn.Module, optimizer: Optimizer) -> None:
