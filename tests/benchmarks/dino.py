@@ -56,7 +56,8 @@ def results() -> Iterator[Result]:
 
 def _results() -> Iterator[Result]:
     rounds = 11
-    what = f"{rounds} pairs, CPU time, ViT-Ti/16, {GLOBAL} x {GLOBAL_SIZE} px + {LOCAL} x {LOCAL_SIZE} px, batch {BATCH}"
+    crops = f"{GLOBAL} x {GLOBAL_SIZE} px + {LOCAL} x {LOCAL_SIZE} px"
+    what = f"{rounds} pairs, CPU time, ViT-Ti/16, {crops}, batch {BATCH}"
     ratio = paired_ratio(step_of(0, crop_by_crop=True), step_of(0), rounds, clock=time.process_time)
     yield Result("DINO step, crop by crop / by resolution", ratio, 1.3, False, what)
     # Blocks with one and with two Laplacian heads of three alternate: half of all heads.

@@ -39,7 +39,8 @@ def test_a_right_program_passes() -> None:
         ("assert 2 + 2 == 5", "AssertionError"),
         ("def f(:\n", "SyntaxError"),
         ("raise ValueError('x')", "ValueError"),
-        ("\0", "SyntaxError"),
+        # Python before 3.11.4 calls it a wrong value.
+        ("\0", "SyntaxError" if sys.version_info >= (3, 11, 4) else "ValueError"),
         ("import sys; sys.exit(0)\nassert False", "SystemExit"),
         ("import os; os._exit(0)\nassert False", "exit status 0"),
         ("while True: pass", "killed by SIGKILL"),
