@@ -17,7 +17,14 @@ from lapbench.errors import UserError
 from lapbench.optim import LRSchedule, OptimizerSettings, build_optimizer
 from lapbench.optim.ema import EMA
 from lapbench.tasks.metrics import SampleMean
-from lapbench.tasks.steps import NonFiniteLossError, check_finite, log_step, window_correction, with_schedule
+from lapbench.tasks.steps import (
+    NonFiniteLossError,
+    check_finite,
+    log_step,
+    step_samples,
+    window_correction,
+    with_schedule,
+)
 
 __all__ = ["ImageClassification", "Mixing", "NonFiniteLossError"]
 
@@ -156,13 +163,10 @@ class ImageClassification(pl.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Optimizer and per-step schedule."""
-        trainer = self.trainer
-        data = getattr(trainer, "datamodule", None)
-        if data is None and self.optimizer_settings.lr_batch_size is not None:
-            raise UserError("optimizer.lr_batch_size: scaling the learning rate needs a DataModule with a batch_size")
-        batch = 0 if data is None else data.batch_size * trainer.world_size * trainer.accumulate_grad_batches
-        optimizer = build_optimizer(self.backbone, self.optimizer_settings, batch)
-        return with_schedule(trainer, optimizer, self.lr_schedule)
+        optimizer = build_optimizer(
+            self.backbone, self.optimizer_settings, step_samples(self.trainer, self.optimizer_settings)
+        )
+        return with_schedule(self.trainer, optimizer, self.lr_schedule)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """One micro-batch.

@@ -33,6 +33,7 @@ from lapbench.tasks.steps import (
     is_shown,
     log_step,
     optimizer_steps,
+    step_samples,
     window_correction,
     with_schedule,
 )
@@ -168,10 +169,10 @@ class DINO(pl.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Optimizer and per-step schedule."""
-        trainer = self.trainer
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        batch = data.batch_size * trainer.world_size * trainer.accumulate_grad_batches
-        return with_schedule(trainer, build_optimizer(self.student, self.optimizer_settings, batch), self.lr_schedule)
+        optimizer = build_optimizer(
+            self.student, self.optimizer_settings, step_samples(self.trainer, self.optimizer_settings)
+        )
+        return with_schedule(self.trainer, optimizer, self.lr_schedule)
 
     def on_fit_start(self) -> None:
         """Raises:

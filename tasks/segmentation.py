@@ -15,7 +15,7 @@ from lapbench.errors import UserError
 from lapbench.optim import LRSchedule, OptimizerSettings, build_optimizer
 from lapbench.tasks.metrics import SampleMean
 from lapbench.tasks.segmentation_scores import IGNORED, SegmentationScores
-from lapbench.tasks.steps import check_finite, log_step, with_schedule
+from lapbench.tasks.steps import check_finite, log_step, step_samples, with_schedule
 
 Head = Literal["linear", "linear4", "upernet"]
 Stage = Literal["val", "test"]
@@ -159,12 +159,10 @@ class SemanticSegmentation(pl.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Optimizer and per-step schedule."""
-        trainer = self.trainer
-        data = getattr(trainer, "datamodule", None)
-        if data is None and self.optimizer_settings.lr_batch_size is not None:
-            raise UserError("optimizer.lr_batch_size: scaling the learning rate needs a DataModule with a batch_size")
-        batch = 0 if data is None else data.batch_size * trainer.world_size * trainer.accumulate_grad_batches
-        return with_schedule(trainer, build_optimizer(self.model, self.optimizer_settings, batch), self.lr_schedule)
+        optimizer = build_optimizer(
+            self.model, self.optimizer_settings, step_samples(self.trainer, self.optimizer_settings)
+        )
+        return with_schedule(self.trainer, optimizer, self.lr_schedule)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """One micro-batch.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lapbench.errors import UserError
-from lapbench.optim import LRSchedule, build_scheduler
+from lapbench.optim import LRSchedule, OptimizerSettings, build_scheduler
 
 
 class NonFiniteLossError(UserError):
@@ -61,6 +61,20 @@ def window_correction(trainer: pl.Trainer, batch_idx: int) -> float:
         return 1.0
     tail = int(batches) % window
     return window / tail if tail and batch_idx >= batches - tail else 1.0
+
+
+def step_samples(trainer: pl.Trainer, settings: OptimizerSettings) -> int:
+    """Samples in an optimizer step of all processes; 0 where there is no DataModule to say it.
+
+    Raises:
+        UserError: The learning rate goes by them, and nothing says how many they are.
+    """
+    data = getattr(trainer, "datamodule", None)
+    if data is not None:
+        return int(data.batch_size * trainer.world_size * trainer.accumulate_grad_batches)
+    if settings.lr_batch_size is not None:
+        raise UserError("optimizer.lr_batch_size: scaling the learning rate needs a DataModule with a batch_size")
+    return 0
 
 
 def optimizer_steps(trainer: pl.Trainer) -> tuple[int, int]:
