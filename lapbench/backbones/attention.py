@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from lapbench.errors import UserError
 from lapbench.heads.kinds import ATTENTION
 from lapbench.heads.mixing import combine_heads
-from lapbench.heads.recompute import recomputed_in_backward, shares_memory
+from lapbench.heads.recompute import recomputed_in_backward, shares_memory, worth_recomputing
 from lapbench.heads.schedule import Layer
 
 
@@ -66,8 +66,8 @@ class _AnswerAttention(TorchFunctionMode):
     ) -> Tensor:
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, is_causal=is_causal, **others)
         mix = partial(combine_heads, kinds=self.kinds, learned=self.learned, attn_mask=attn_mask, is_causal=is_causal)
-        mixed = mix(attended, value)
-        if self.lean and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        mixed = mix(attended, value, overwrite=True)
+        if self.lean and worth_recomputing(mixed):
             # Autograd keeps P V for the attention's gradient; it would keep the mixture too, for the projection's.
             self.mixed = mixed
             self.remix = partial(mix, attended.detach(), value.detach())
@@ -80,8 +80,8 @@ class MixedHeads(nn.Module):
     Attributes:
         kinds: One kind for each head.
         head_coefficients: [H_learned, 3], the trainable (a, b, c) of the learned heads, or None without such heads.
-        lean: Whether the backward pass recomputes the mixture instead of keeping it. Off under gradient checkpointing,
-            which keeps nothing anyway.
+        lean: Whether the backward pass recomputes a large mixture instead of keeping it. Off under gradient
+            checkpointing, which keeps nothing anyway.
     """
 
     kinds: Layer

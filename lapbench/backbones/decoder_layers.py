@@ -16,7 +16,7 @@ from lapbench.backbones.decoder_ops import RMSNorm, rms_norm, rotate, swiglu
 from lapbench.backbones.decoder_presets import Architecture, Norm
 from lapbench.heads.kinds import ATTENTION
 from lapbench.heads.mixing import combine_heads, needs_average
-from lapbench.heads.recompute import recomputed_in_backward
+from lapbench.heads.recompute import recomputed_in_backward, worth_recomputing
 from lapbench.heads.schedule import Layer
 
 EPS = 1e-6
@@ -76,8 +76,8 @@ class Attention(nn.Module):
     Attributes:
         kinds: One kind for each query head.
         head_coefficients: [H_learned, 3], the trainable (a, b, c) of the learned heads, or None without such heads.
-        lean: Whether the backward pass recomputes the mixture instead of keeping it. Off under gradient checkpointing,
-            which keeps nothing anyway.
+        lean: Whether the backward pass recomputes a large mixture instead of keeping it. Off under gradient
+            checkpointing, which keeps nothing anyway.
     """
 
     head_coefficients: nn.Parameter | None
@@ -124,7 +124,7 @@ class Attention(nn.Module):
             return out
         average = now.average(self.layer, value) if needs_average(self.kinds) else None
         mixed = self._mix(attended, value, average)
-        if not self.lean or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not self.lean or not worth_recomputing(mixed):
             out = self.o_proj(_merged(mixed))
             return out
         # Autograd keeps P V for the attention's gradient; it would keep the mixture too, for the projection's.

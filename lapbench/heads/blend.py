@@ -9,21 +9,23 @@ from torch import Tensor
 Groups = Sequence[tuple[float, float, int]]
 
 
-def blend(attended: Tensor, value: Tensor, groups: Groups) -> Tensor:
+def blend(attended: Tensor, value: Tensor, groups: Groups, overwrite: bool = False) -> Tensor:
     """a V + b P V, differentiable any number of times.
 
     Args:
         attended: P V, [B, H, T, d_h].
         value: V, [B, H, T, d_h].
         groups: (a, b, number of heads) for each run of heads, H heads in all.
+        overwrite: Whether ``attended`` may be overwritten where gradients are off.
 
     Returns:
         [B, H, T, d_h], in the memory layout of [B, T, H, d_h].
     """
     if torch.compiler.is_compiling():
         return _blend_pointwise(attended, value, groups)
-    if torch.is_inference_mode_enabled():  # what apply does besides takes longer than one token's heads
-        return _Blend.forward(attended, value, groups)
+    if not torch.is_grad_enabled():  # what apply does besides takes longer than the heads of a few tokens
+        in_place = overwrite and attended.transpose(1, 2).is_contiguous()
+        return _blend_(attended if in_place else _copy(attended), value, groups)
     blended: Tensor = _Blend.apply(attended, value, tuple(groups))
     return blended
 
@@ -49,18 +51,7 @@ class _Blend(torch.autograd.Function):
 
     @staticmethod
     def forward(attended: Tensor, value: Tensor, groups: Groups) -> Tensor:
-        out = _like(attended)
-        first = 0
-        for a, b, n in groups:
-            part, from_attended, from_value = (t.narrow(1, first, n) for t in (out, attended, value))
-            if a == 1 and b != 0:
-                part.copy_(from_value).add_(from_attended, alpha=b)
-            else:
-                _scale(from_attended, b, part)
-                if a:
-                    part.add_(from_value, alpha=a)
-            first += n
-        return out
+        return _blend_(_copy(attended), value, groups)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -73,25 +64,35 @@ class _Blend(torch.autograd.Function):
         return _scaled(grad, [(b, n) for _, b, n in groups]), _scaled(grad, [(a, n) for a, _, n in groups]), None
 
 
-def _like(x: Tensor) -> Tensor:
-    """An empty [B, H, T, d_h] in the memory layout of [B, T, H, d_h]."""
-    return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+def _copy(x: Tensor) -> Tensor:
+    """x [B, H, T, d_h] in the memory layout of [B, T, H, d_h]."""
+    return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+def _blend_(attended: Tensor, value: Tensor, groups: Groups) -> Tensor:
+    """In place where heads are no attention heads: few and long loops, and torch.vmap takes no ``out=``."""
+    first = 0
+    for a, b, n in groups:
+        if (a, b) != (0, 1):
+            part = _scale_(attended.narrow(1, first, n), b)
+            if a:
+                part.add_(value.narrow(1, first, n), alpha=a)
+        first += n
+    return attended
 
 
 def _scaled(x: Tensor, groups: Sequence[tuple[float, int]]) -> Tensor:
-    """A copy of x [B, H, T, d_h], each run of heads multiplied by its number."""
-    out = _like(x)
+    """x [B, H, T, d_h], each run of heads multiplied by its number; x itself where nothing changes."""
+    if all(factor == 1 for factor, _ in groups):
+        return x
+    out = x.clone()  # no view: autograd adds to it in place
     first = 0
     for factor, n in groups:
-        _scale(x.narrow(1, first, n), factor, out.narrow(1, first, n))
+        if factor != 1:
+            _scale_(out.narrow(1, first, n), factor)
         first += n
     return out
 
 
-def _scale(x: Tensor, factor: float, out: Tensor) -> None:
-    if factor == 0:
-        out.zero_()
-    elif factor == 1:
-        out.copy_(x)
-    else:
-        out.copy_(x).mul_(factor)
+def _scale_(x: Tensor, factor: float) -> Tensor:
+    return x.zero_() if factor == 0 else x.neg_() if factor == -1 else x.mul_(factor)

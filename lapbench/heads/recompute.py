@@ -2,10 +2,18 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
+LEAST_BYTES = 2**20
+"""Smaller tensors are kept: to make one again takes longer than its memory is worth."""
+
+
+def worth_recomputing(tensor: Tensor) -> bool:
+    """Whether a tensor is large, and autograd, not the compiler, decides what to keep of it."""
+    return tensor.nbytes >= LEAST_BYTES and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def shares_memory(tensor: Tensor, other: Tensor) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lapbench.backbones import VisionBackbone, build_backbone
+from lapbench.heads import recompute
 
 SIZES: dict[str, Any] = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 3, "num_heads": 4}
 # One of each attention type at least, with what makes the families differ.
@@ -27,6 +28,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def _one_thread() -> None:
     """Small tensors are slower on several threads."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _recompute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small mixtures too are recomputed in the backward pass, as those of full-size models are."""
+    monkeypatch.setattr(recompute, "LEAST_BYTES", 0)
 
 
 class Zoo:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lapbench.backbones import VisionBackbone, build_backbone
 from lapbench.errors import UserError
+from lapbench.heads import recompute
 
 DEIT3, ROPE, EVA = "deit3_small_patch16_224", "vit_small_patch16_rope_ape_224", "eva02_tiny_patch14_224"
 
@@ -162,6 +163,13 @@ def test_mixed_heads_keep_nothing_more_than_attention(zoo: Any, family: str) -> 
     assert stock > 0
     for heads in ("4L", "2L", "2S+1L"):
         assert kept_for_backward(zoo.mixed(family, heads), zoo.images()) <= stock
+
+
+def test_small_mixtures_are_kept(zoo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, images = zoo.mixed(DEIT3, "2L"), zoo.images()
+    lean = kept_for_backward(model, images)
+    monkeypatch.setattr(recompute, "LEAST_BYTES", 2**20)
+    assert kept_for_backward(model, images) > lean
 
 
 def test_checkpointed_heads_keep_no_recipe(zoo: Any) -> None:

@@ -55,7 +55,7 @@ def results() -> Iterator[Result]:
 
 
 def _results() -> Iterator[Result]:
-    rounds = 11
+    rounds = 25
     crops = f"{GLOBAL} x {GLOBAL_SIZE} px + {LOCAL} x {LOCAL_SIZE} px"
     what = f"{rounds} pairs, CPU time, ViT-Ti/16, {crops}, batch {BATCH}"
     ratio = paired_ratio(step_of(0, crop_by_crop=True), step_of(0), rounds, clock=time.process_time)

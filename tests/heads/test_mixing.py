@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -258,6 +259,16 @@ def test_a_known_average_is_taken_as_it_is(specs: Sequence[str]) -> None:
     assert needs_average(kinds) == (
         not torch.equal(out, combine_heads(attended, v, kinds, average=2 * average, learned=learned))
     )
+
+
+def test_vmap_with_and_without_gradients() -> None:
+    kinds = kinds_of(["attention", "laplacian", "laplacian"])
+    attended, value = torch.randn(2, 4, 2, 3, 5, 8, dtype=torch.float64)
+    mix = partial(combine_heads, kinds=kinds)
+    expected = torch.stack([mix(a, v) for a, v in zip(attended, value, strict=True)])
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            assert torch.equal(torch.vmap(mix)(attended, value), expected)
 
 
 @pytest.mark.parametrize("specs", SCHEDULES, ids=lambda specs: "-".join(HeadKind.parse(s).code for s in specs))
