@@ -15,7 +15,7 @@ class _Measure(Metric):
 
     @property
     def update_called(self) -> bool:
-        """True always: a process without a sample computes too, and none at all is an error, not torchmetrics' warning."""
+        """True always: a process without a sample computes too, and torchmetrics would warn of it."""
         return True
 
 
@@ -58,7 +58,7 @@ class NeuralCollapse(_Measure):
     def _parts(self, moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Views: samples [C], means [C, D] and the scatter around them [D, D]."""
         c, d = self.num_classes, self.embed_dim
-        counts, means, scatter = moments.split((c, c * d, d * d))
+        counts, means, scatter = torch.split(moments, [c, c * d, d * d])
         return counts, means.view(c, d), scatter.view(d, d)
 
     def _union(self, processes: Tensor) -> Tensor:
@@ -87,9 +87,9 @@ class NeuralCollapse(_Measure):
             features, labels = features[labelled], labels[labelled]
         if not labels.numel():
             return
-        classes, own = labels.unique(return_inverse=True)
+        classes, own, more = torch.unique(labels, return_inverse=True, return_counts=True)
         _check_classes("labels", classes, self.num_classes)
-        more = own.bincount().double()  # [K], of the batch's K classes
+        more = more.double()  # [K], of the batch's K classes
         # Relative to one of them, equal features are exactly zero, and sums keep the digits that an offset would take.
         origin = features[0].detach().to(torch.float64, copy=True)
         features = features.detach().to(torch.float64, copy=True).sub_(origin)
@@ -191,7 +191,7 @@ class NearestMeanMismatch(_Measure):
             return
         _check_classes("predictions", predictions, len(self.means))
         rows = max(1, _AT_ONCE // len(self.means))
-        for part, predicted in zip(features.detach().split(rows), predictions.split(rows), strict=True):
+        for part, predicted in zip(torch.split(features.detach(), rows), torch.split(predictions, rows), strict=True):
             # |x - mean|^2 = |x|^2 - 2 (x mean - |mean|^2 / 2): the nearest mean has the largest score.
             scores = (part.double() - self.origin) @ self.means.T - self.means.square().sum(dim=1) / 2
             scores.masked_fill_(~self.seen, -torch.inf)
@@ -232,9 +232,10 @@ def _merge_means(counts: Tensor, means: Tensor, classes: Tensor | slice, more: T
     after = before + more
     share = more / after.clamp(min=1)
     shift = theirs - means[classes]
+    apart = (before * share).sqrt()[:, None] * shift
     means[classes] = means[classes] + share[:, None] * shift
     counts[classes] = after
-    return (before * share).sqrt()[:, None] * shift
+    return apart
 
 
 def _variability(covariance: Tensor, centred: Tensor, zero: float) -> float | None:
@@ -264,7 +265,7 @@ def _equiangularity(units: Tensor) -> float:
     """Mean of abs(cos + 1 / (C - 1)) over all pairs of different rows [C, D], a part of the C x C cosines at a time."""
     classes, total = len(units), 0.0
     first = 0
-    for part in units.split(max(1, _AT_ONCE // classes)):
+    for part in torch.split(units, max(1, _AT_ONCE // classes)):
         deviations = (part @ units.T + 1 / (classes - 1)).abs()
         own = torch.arange(len(part), device=units.device)
         deviations[own, first + own] = 0

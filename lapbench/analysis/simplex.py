@@ -8,7 +8,7 @@ VERTICES = torch.tensor([[0.0, 1.0], [-(0.75**0.5), -0.5], [0.75**0.5, -0.5]], d
 
 
 def simplex_projection(tokens: Tensor, classifier_rows: Tensor) -> Tensor:
-    """Tokens projected onto three classifier rows, turned so that the rows fit a simplex (arXiv 2402.06171, Algorithm 1).
+    """Tokens in the plane of three classifier rows, turned to fit a simplex (arXiv 2402.06171, Algorithm 1).
 
     With W~ = U S V^T the rows less their mean, Q = U V^T is the nearest frame to them, of orthonormal rows but for the
     one direction that centring takes. A token x is drawn at sqrt(2/3) VERTICES^T Q (x - mean of the rows): distances
