@@ -2,39 +2,23 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from lapbench.analysis import (
-    NearestMeanMismatch,
-    NeuralCollapse,
-    SublayerVariance,
-    TokenANOVA,
-    TokenPCA,
-    TokenSpectrum,
-    WithinSequenceSimilarity,
-    feature_maps,
-    simplex_projection,
-)
-from lapbench.analysis.simplex import VERTICES
+from lapbench.analysis.anova import TokenANOVA
+from lapbench.analysis.collapse import NearestMeanMismatch, NeuralCollapse
+from lapbench.analysis.pca import TokenPCA
+from lapbench.analysis.similarity import WithinSequenceSimilarity
+from lapbench.analysis.spectrum import TokenSpectrum
+from lapbench.analysis.sublayers import SublayerVariance
 from lapbench.backbones import Decoder, Pixels, VisionBackbone
 from lapbench.datamodules.text import IGNORED
 from lapbench.evaluation.features import AT_ONCE, has_class_token
-from lapbench.evaluation.geometry_samples import (
-    IMAGES,
-    MAPS,
-    FirstSamples,
-    as_points,
-    png,
-    shown_classes,
-    simplex_classes,
-    spaced,
-)
-from lapbench.evaluation.processes import Processes
+from lapbench.evaluation.geometry_samples import IMAGES, MAPS, FirstSamples, shown_classes, simplex_classes, spaced
 
 MEASURES = ("anova", "similarity", "spectrum", "collapse", "pca", "simplex", "feature_maps", "sublayers")
 # Tokens that a decoder sees at once: their states after all layers are in memory together.
@@ -65,7 +49,7 @@ class Chosen:
     alpha: float
 
 
-def left_out(task: pl.LightningModule, num_classes: int) -> dict[str, str]:
+def left_out(task: pl.LightningModule, num_classes: int, layers: Sequence[int]) -> dict[str, str]:
     """The measures that a task does not allow, and why."""
     backbone = task.backbone
     if isinstance(backbone, Decoder):
@@ -74,8 +58,12 @@ def left_out(task: pl.LightningModule, num_classes: int) -> dict[str, str]:
     reasons = {}
     if isinstance(backbone, Pixels):
         reasons["sublayers"] = "raw pixels have no blocks"
+    if backbone.embed_dim < 2:  # type: ignore[operator]
+        reasons["pca"] = "it shows two components, tokens have one feature"
     if classifier_of(task) is None:
         reasons["simplex"] = f"{type(task).__name__} has no linear classifier"
+    elif layers[-1] != backbone.num_layers - 1:
+        reasons["simplex"] = "the classifier reads the last layer, which was not chosen"
     elif num_classes < 3:
         reasons["simplex"] = f"it shows three classes, the data have {num_classes}"
     return reasons
@@ -131,9 +119,9 @@ class GeometryMeasures(nn.Module):
         self._backbone, self._classifier = (backbone,), (classifier_of(task),)
         self.chosen, self.num_classes, self.at_once, self.precision = chosen, num_classes, at_once, precision
         self.is_text = isinstance(backbone, Decoder)
-        self.reads_classifier = self._classifier != (None,) and chosen.layers[-1] == backbone.num_layers - 1
+        self.reads_classifier = self.classifier is not None and chosen.layers[-1] == backbone.num_layers - 1
         width, layers, has = backbone.embed_dim, chosen.layers, chosen.measures.__contains__
-        self.samples = self.whole = 0
+        self.samples = self.whole = self.length = 0
         self.anova_layers = () if not has("anova") else layers[-1:] if self.is_text else layers
         self.anova = nn.ModuleList(TokenANOVA(num_classes, width) for _ in self.anova_layers)
         self.similarity = nn.ModuleList(WithinSequenceSimilarity() for _ in layers if has("similarity"))
@@ -146,9 +134,19 @@ class GeometryMeasures(nn.Module):
         self.maps = FirstSamples([0], MAPS) if has("feature_maps") else None
         self.images = FirstSamples([0], MAPS) if has("feature_maps") else None
         self.keys: dict[int, str] = {}
-        self._kept: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._kept: list[tuple[Tensor, Tensor]] = []
         self._keeps = samples * width <= KEPT
-        self._mismatch: NearestMeanMismatch | None = None
+        self.mismatch: NearestMeanMismatch | None = None
+
+    @property
+    def backbone(self) -> VisionBackbone | Decoder:
+        """What is measured."""
+        return self._backbone[0]
+
+    @property
+    def classifier(self) -> nn.Linear | None:
+        """The task's classifier, if it has a linear one."""
+        return self._classifier[0]
 
     @property
     def counts_mismatch(self) -> bool:
@@ -184,23 +182,23 @@ class GeometryMeasures(nn.Module):
     @torch.no_grad()
     def update_mismatch(self, inputs: Tensor) -> None:
         """Adds a batch of the second pass, after ``start_mismatch``."""
-        assert self._mismatch is not None
+        assert self.mismatch is not None
         for piece in inputs.split(self.at_once):
-            (tokens,) = self._tokens(piece, self.chosen.layers[-1:], watched=0)
-            self._mismatch.update(self._unit(tokens, last=True), self._predictions(tokens))
+            (tokens,) = self._tokens(piece, self.chosen.layers[-1:], watched=None)
+            self.mismatch.update(self._unit(tokens, last=True), self._predictions(tokens))
 
     def start_mismatch(self) -> None:
         """Takes the class means of all processes, and compares what was kept of the samples with them."""
         if not self.counts_mismatch:
             return
-        means, seen = cast(NeuralCollapse, self.collapse[-1]).class_means()
-        self._mismatch = NearestMeanMismatch(means, seen).to(means.device)
+        self.mismatch = cast(NeuralCollapse, self.collapse[-1]).nearest_mean_mismatch()
+        device = self.mismatch.means.device
         for features, predictions in self._kept:
-            self._mismatch.update(features.to(means.device), predictions.to(means.device))
+            self.mismatch.update(features.to(device), predictions.to(device))
 
     def _add_images(self, images: Tensor, labels: Tensor, first: int) -> None:
         every = self._tokens(images, self.chosen.layers, watched=len(images))
-        prefix = 0 if self.chosen.tokens == "all" else cast(VisionBackbone, self._backbone[0]).num_prefix_tokens
+        prefix = 0 if self.chosen.tokens == "all" else cast(VisionBackbone, self.backbone).num_prefix_tokens
         counted = [tokens[:, prefix:] for tokens in every]
         for anova, tokens in zip(self.anova, counted, strict=False):
             anova.update(tokens, labels)
@@ -220,6 +218,7 @@ class GeometryMeasures(nn.Module):
 
     def _add_sequences(self, layers: Sequence[Tensor]) -> None:
         self.whole += len(layers[-1])
+        self.length = layers[-1].size(1)
         for similarity, tokens in zip(self.similarity, layers, strict=False):
             similarity.update(tokens)
         if self.spectrum is not None:
@@ -227,7 +226,7 @@ class GeometryMeasures(nn.Module):
 
     def _add_collapse(self, layers: Sequence[Tensor], labels: Tensor) -> None:
         for collapse, layer, tokens in zip(self.collapse, self.chosen.layers, layers, strict=False):
-            collapse.update(self._unit(tokens, layer == self._backbone[0].num_layers - 1), labels)
+            collapse.update(self._unit(tokens, layer == self.backbone.num_layers - 1), labels)
         if self.counts_mismatch and self._keeps:
             self._kept.append((self._unit(layers[-1], last=True).cpu(), self._predictions(layers[-1]).cpu()))
 
@@ -238,14 +237,14 @@ class GeometryMeasures(nn.Module):
         if self.simplex is not None:
             self.simplex.update(self._before_classifier(spaced(counted)), labels, first)
         if self.maps is not None:
-            prefix = cast(VisionBackbone, self._backbone[0]).num_prefix_tokens
+            prefix = cast(VisionBackbone, self.backbone).num_prefix_tokens
             self.maps.update(every[:, prefix:], [0] * len(labels), first)
 
-    def _tokens(self, inputs: Tensor, layers: Sequence[int], watched: int) -> list[Tensor]:
+    def _tokens(self, inputs: Tensor, layers: Sequence[int], watched: int | None) -> list[Tensor]:
         """Tokens of each layer, of as many samples as there are; sublayers see the first ``watched`` of them."""
-        (backbone,) = self._backbone
+        backbone = self.backbone
         padded = nn.functional.pad(inputs, (0, 0) * (inputs.ndim - 1) + (0, self.at_once - len(inputs)))
-        watching = self.sublayers.watching(watched) if self.sublayers is not None and watched else nullcontext()
+        watching = self.sublayers.watching(watched) if self.sublayers is not None and watched is not None else nullcontext()
         with self.precision(), watching:
             return [tokens[: len(inputs)] for tokens in layer_tokens(backbone, padded, layers)]
 
@@ -254,18 +253,18 @@ class GeometryMeasures(nn.Module):
         if self.chosen.unit == "class token":
             unit = tokens[:, 0]
         else:
-            prefix = 0 if self.chosen.tokens == "all" else cast(VisionBackbone, self._backbone[0]).num_prefix_tokens
+            prefix = 0 if self.chosen.tokens == "all" else cast(VisionBackbone, self.backbone).num_prefix_tokens
             unit = tokens[:, prefix:].mean(dim=1)
         return self._before_classifier(unit) if last else unit
 
     def _before_classifier(self, features: Tensor) -> Tensor:
         """Behind the norm that some models have between pooling and classifier."""
-        norm = getattr(self._backbone[0], "fc_norm", None)
+        norm = getattr(self.backbone, "fc_norm", None)
         with self.precision():
             return features if norm is None else cast(Tensor, norm(features))
 
     def _predictions(self, tokens: Tensor) -> Tensor:
-        (backbone,) = self._backbone
+        backbone = self.backbone
         with self.precision():
             logits: Tensor = backbone.forward_head(tokens)  # type: ignore[operator]
         return logits.argmax(dim=1)
