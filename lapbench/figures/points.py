@@ -20,7 +20,8 @@ PANELS: dict[str, tuple[str, ...]] = {
     "NC3: self-duality": ("nc3",),
     "NC4: nearest mean": ("nc4",),
 }
-"""Panels and the numbers in each. The second of a panel is that of the classifier's rows."""
+"""Panels and the numbers in each. The first of a panel is that of the class means, the second of the classifier."""
+ROWS = ("class means", "classifier")
 
 
 def draw_accuracy(data: Figures) -> "Figure":
@@ -65,7 +66,7 @@ def draw_collapse(data: Figures) -> "Figure":
     titles = [title for title, keys in shown.items() if keys]
     missing = [title.partition(":")[0] for title, keys in shown.items() if not keys]
     rows = max(1, -(-len(titles) // 2))
-    figure = new_figure(COLUMN, 1.45 * rows + 0.5)
+    figure = new_figure(COLUMN, 1.45 * rows + 0.6)
     panels = figure.subplots(rows, 2, squeeze=False)
     for index, axes in enumerate(panels.flat):
         if index >= len(titles):
@@ -74,11 +75,51 @@ def draw_collapse(data: Figures) -> "Figure":
         for which, key in enumerate(PANELS[titles[index]]):
             if key in shown[titles[index]]:
                 values = [[series[key] for series in group.members] for group in groups]
-                _means(axes, groups, values, OKABE_ITO[(0, 3)[which]], "-o" if which == 0 else "--s")
+                _means(axes, groups, values, OKABE_ITO[3 * which], ("-o", "--s")[which], ROWS[which])
         schedule_ticks(axes, groups)
         axes.set_title(titles[index])
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
         if index + 2 < len(titles):
             axes.set_xlabel("")
-    _explain(panels.flat[len(titles)] if len(titles) % 2 else None, figure, unit, groups, missing)
+    without = f"not defined: {', '.join(missing)}" if missing else ""
+    lines = [f"features: {unit}, last layer; {seeds_note(groups, 'whiskers')}", without]
+    figure.suptitle("\n".join(filter(None, lines)), fontsize=6.5, color="#444444")
+    for axes in panels.flat:
+        if len(axes.get_legend_handles_labels()[1]) > 1:
+            legend_below(figure, axes)
+            break
     return figure
+
+
+def _any(data: Figures, key: str) -> bool:
+    return any(series[key] is not None for series in data["series"])
+
+
+def _one(data: Figures, key: str, what: str) -> str:
+    """The value that all series share. UserError: they do not."""
+    labels = {series[key]: series["label"] for series in data["series"]}
+    if len(labels) > 1:
+        found = ", ".join(f"{value} ({label})" for value, label in labels.items())
+        raise UserError(f"{data['figure']}: runs with different {what} cannot share a picture: {found}")
+    value: str = data["series"][0][key]
+    return value
+
+
+def _means(
+    axes: "Axes", groups: Sequence[Group], values: Sequence[Sequence[float | None]], color: str, line: str = "-o",
+    label: str = "",
+) -> None:
+    """Means with whiskers of ± SD; a line joins the schedules, not the references. What has no value is left out."""
+    found = [(x, over_seeds(each)) for x, each in enumerate(values)]
+    for reference in (False, True):
+        places = [(x, s) for x, s in found if s is not None and groups[x].reference == reference]
+        if places:
+            axes.errorbar(
+                [x for x, _ in places],
+                [summary.mean for _, summary in places],
+                [summary.std or 0.0 for _, summary in places],
+                fmt=line[-1] if reference else line,
+                color=GREY if reference else color,
+                elinewidth=0.8,
+                label=label or None if not reference else None,
+            )
