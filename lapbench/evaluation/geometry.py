@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -20,7 +20,16 @@ from lapbench.errors import UserError
 from lapbench.evaluation.base import Evaluation, FinishedTraining
 from lapbench.evaluation.features import AT_ONCE, has_class_token
 from lapbench.evaluation.geometry_data import GeometryData, batch_starts, check_data, choose_split
-from lapbench.evaluation.geometry_measures import MEASURES, TOKENS_AT_ONCE, Chosen, GeometryMeasures, Tokens, Unit, left_out
+from lapbench.evaluation.geometry_measures import (
+    MEASURES,
+    TOKENS_AT_ONCE,
+    Chosen,
+    GeometryMeasures,
+    Tokens,
+    Unit,
+    backbone_of,
+    left_out,
+)
 from lapbench.evaluation.geometry_report import GeometryReport, report, series
 from lapbench.evaluation.processes import Processes
 from lapbench.figures import FIGURES, save_figure
@@ -169,7 +178,7 @@ class TokenGeometry(Evaluation):
 
     def _draw(self, found: GeometryReport, run: FinishedTraining) -> None:
         folder = figures_folder(run.folder.parents[1], self.name)
-        base = series(cast("VisionBackbone | Decoder", run.task.backbone), run.seed)
+        base = series(backbone_of(run.task), run.seed)
         for name, fields in found.figures.items():
             save_figure(folder, name, {"figure": name, "series": [{**base, **fields}]})
 
@@ -180,7 +189,7 @@ class TokenGeometry(Evaluation):
         data, measures, _ = self._prepare(task, trainer.datamodule, trainer)  # type: ignore[attr-defined]
         device = trainer.strategy.root_device
         measures.to(device)
-        with _evaluating(cast(nn.Module, task.backbone)):
+        with _evaluating(backbone_of(task)):
             self._read(measures, data, device, trainer, second=False)
             measures.start_mismatch()
             if measures.needs_second_pass:
@@ -190,7 +199,7 @@ class TokenGeometry(Evaluation):
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
             if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
-                base = series(cast("VisionBackbone | Decoder", task.backbone), None)
+                base = series(backbone_of(task), None)
                 for name, fields in found.figures.items():
                     figure = FIGURES[name]({"figure": name, "series": [{**base, **fields}]})
                     logger.experiment.add_figure(f"{self.name}/{name}", figure, trainer.global_step)
@@ -221,7 +230,9 @@ class TokenGeometry(Evaluation):
             chosen,
             source.vocab_size if is_text else source.num_classes,
             samples=-(-plan.samples // plan.world_size),
-            at_once=min(AT_ONCE, source.eval_batch_size, max(1, TOKENS_AT_ONCE // source.context) if is_text else AT_ONCE),
+            at_once=min(
+                AT_ONCE, source.eval_batch_size, max(1, TOKENS_AT_ONCE // source.context) if is_text else AT_ONCE
+            ),
             precision=trainer.precision_plugin.forward_context,
         )
         return data, measures, skipped
@@ -240,7 +251,9 @@ class TokenGeometry(Evaluation):
         depth = backbone.num_layers
         layers = {"all": tuple(range(depth)), "last": (depth - 1,)}[s.layers] if isinstance(s.layers, str) else s.layers
         if max(layers) >= depth:
-            raise UserError(f"{me}.layers: expected numbers of 0..{depth - 1} (the backbone's blocks), got {max(layers)}")
+            raise UserError(
+                f"{me}.layers: expected numbers of 0..{depth - 1} (the backbone's blocks), got {max(layers)}"
+            )
         text = isinstance(backbone, Decoder)
         reasons = left_out(task, data.vocab_size if text else data.num_classes, layers)
         for measure in s.measures or ():
