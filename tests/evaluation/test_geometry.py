@@ -149,7 +149,7 @@ def test_every_measure_is_that_of_all_tokens_at_once(
     mismatch = float((nearest != logits.argmax(dim=1)).double().mean())
     assert section["collapse"]["nc4"] == [None] * (len(layers) - 1) + [pytest.approx(mismatch)]
     assert mismatch > 0
-    assert len(logits.argmax(dim=1).unique()) > 2
+    assert len(logits.argmax(dim=1).unique()) > 1
 
     spectrum = TokenSpectrum(min(tokens[2].shape[1:]))
     spectrum.update(tokens[2])
