@@ -72,8 +72,11 @@ class SublayerVariance(Metric):
         return [kind.spec for kind in self._kinds]
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self, sequences: int | None = None) -> Iterator[None]:
         """Inside, every pass through the backbone is added; a compiled backbone runs as it would without compiling.
+
+        Args:
+            sequences: Only so many of the first sequences of each pass count, where others just fill up a batch.
 
         Raises:
             ValueError: It is watching already.
@@ -87,7 +90,7 @@ class SublayerVariance(Metric):
             if any(module._compiled_call_impl is not None for module in backbone.modules()):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             for layer, parts in enumerate(self._parts):
-                for handle in _Watch(self, layer, parts).hooks():
+                for handle in _Watch(self, layer, parts, sequences).hooks():
                     stack.callback(handle.remove)
             self._watching = True
             try:
@@ -198,8 +201,8 @@ def _parts(backbone: VisionBackbone | Decoder) -> list[_Parts]:
 class _Watch:
     """Keeps what passes through one block until its output is there."""
 
-    def __init__(self, measure: SublayerVariance, layer: int, parts: _Parts) -> None:
-        self.measure, self.layer, self.parts = measure, layer, parts
+    def __init__(self, measure: SublayerVariance, layer: int, parts: _Parts, sequences: int | None) -> None:
+        self.measure, self.layer, self.parts, self.sequences = measure, layer, parts, sequences
         self.passing: dict[str, Tensor] = {}
 
     def hooks(self) -> list[RemovableHandle]:
@@ -209,13 +212,13 @@ class _Watch:
 
     def _keep(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def keep(module: nn.Module, given: tuple[Tensor, ...]) -> None:
-            self.passing[name] = given[0].detach()
+            self.passing[name] = given[0].detach()[: self.sequences]
 
         return keep
 
     def _add(self, block: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> None:
         passed, self.passing = self.passing, {}
-        self.measure.update(self.layer, **passed, after=output.detach())
+        self.measure.update(self.layer, **passed, after=output.detach()[: self.sequences])
 
 
 def _centred(tokens: Tensor) -> tuple[Tensor, Tensor]:
