@@ -63,7 +63,8 @@ def settings() -> Iterator[None]:
 
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_SETTINGS)
+        parameters: Any = matplotlib.rcParams  # its stubs list every key
+        parameters.update(_SETTINGS)
         yield
 
 
@@ -145,8 +146,7 @@ def legend_below(figure: "Figure", handles: Sequence[Any], labels: Sequence[str]
     rows = -(-len(labels) // fitting)
     columns = -(-len(labels) // rows)  # rows as even as they can be
     figure.set_size_inches(width, height + 0.08 + 0.15 * (rows + bool(title)))
-    where = "outside lower center"
-    figure.legend(handles, labels, loc=where, ncols=columns, title=title or None, columnspacing=1.2)
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, title=title or None, columnspacing=1.2)
 
 
 def note(figure: "Figure", *lines: str) -> None:
