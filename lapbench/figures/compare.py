@@ -5,7 +5,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lapbench.errors import ArgumentParser, UserError
@@ -17,6 +17,7 @@ from lapbench.results.formats import emit
 from lapbench.results.metrics import DEFAULTS
 from lapbench.results.plan import FILE_NAME as PLAN_FILE
 from lapbench.results.plan import Plan, read_plan
+from lapbench.results.record import FILE_NAME as RECORD_FILE
 from lapbench.results.record import Record
 from lapbench.results.table import load_directory
 
@@ -96,6 +97,8 @@ def compare(
     """
     figures_stage = stage or _stage_with_figures(records, plans)
     runs = _placed(records, plans, figures_stage)
+    if not runs:
+        raise UserError(f"no runs to compare: none{f' of stage {figures_stage}' if figures_stage else ''} has begun")
     parts = {id(run): _figures_of(run) for run in runs}
     without = [run.folder for run in runs if not parts[id(run)]]
     names = [name for name in FIGURES if any(name in found for found in parts.values())]
@@ -140,37 +143,50 @@ def _load(directories: Sequence[Path]) -> tuple[list[Record], dict[Path, Plan]]:
     for folder in [parent for path in records for parent in path.parents[:2]]:
         if folder not in plans and (folder / PLAN_FILE).is_file():  # a single run of a sweep: its place is known there
             plans[folder] = read_plan(folder)
-    return [_at(record, folder) for folder, record in records.items()], plans
-
-
-def _at(record: Record, folder: Path) -> Record:
-    from dataclasses import replace
-
-    return replace(record, folder=folder)
+    return [replace(record, folder=folder) for folder, record in records.items()], plans
 
 
 def _default_out(directories: Sequence[Path]) -> Path:
     """Beside the runs of a sweep; a single run's own figures are not written over."""
-    from lapbench.results.record import FILE_NAME
-
-    if len(directories) == 1 and not (directories[0] / FILE_NAME).exists():
+    if len(directories) == 1 and not (directories[0] / RECORD_FILE).exists():
         return directories[0] / FOLDER
     return Path(FOLDER)
 
 
 def _placed(records: Sequence[Record], plans: Mapping[Path, Plan], stage: str | None) -> list[Run]:
-    """The runs that have a record. UserError: they differ in more than heads and seeds."""
-    cells = collect(records, plans, stage if any(plan.stages for plan in plans.values()) or not plans else None)
-    runs = [run for found in cells.runs.values() for run in found if run.record is not None]
-    if not runs:
-        raise UserError("no runs to compare: none of the sweep's has begun")
-    columns = list(dict.fromkeys(run.column for run in runs))
-    if len(columns) > 1:
-        examples = ", ".join(
-            f"{column} ({next(run.folder for run in runs if run.column == column)})" for column in columns[:MOST_NAMED]
-        )
-        raise UserError(f"runs of different data sets or settings cannot share a picture: {examples}")
+    """The runs that have a record. UserError: they differ in more than heads and seeds, or two are equal in both."""
+    if stage and not any(plan.stages for plan in plans.values()):
+        raise UserError(f"no stage {stage!r}: expected a sweep with stages, got none")
+    runs: list[Run] = []
+    for folder, plan in plans.items():
+        inside = [record for record in records if _is_inside(record, folder)]
+        cells = collect(inside, {folder: plan}, stage if plan.stages else None)
+        runs += [run for found in cells.runs.values() for run in found if run.record]
+        if cells.strays:
+            names = ", ".join(str(record.folder) for record in cells.strays[:MOST_NAMED])
+            print(f"lapbench: left out, as the sweep's plan does not hold them: {names}", file=sys.stderr)
+    others = [record for record in records if not any(_is_inside(record, folder) for folder in plans)]
+    runs += [run for found in collect(others, {}).runs.values() for run in found]
+    _refuse_mixed(runs)
     return runs
+
+
+def _is_inside(record: Record, folder: Path) -> bool:
+    return record.folder is not None and record.folder.is_relative_to(folder)
+
+
+def _refuse_mixed(runs: Sequence[Run]) -> None:
+    columns: dict[str, Run] = {}
+    cells: dict[tuple[str, str], Run] = {}
+    for run in runs:
+        columns.setdefault(run.column, run)
+        if (other := cells.setdefault((run.row, run.seed), run)) is not run and other.column == run.column:
+            raise UserError(
+                f"two runs of {run.row} with seed {run.seed}: {other.folder} and {run.folder}; expected one"
+            )
+    if len(columns) > 1:
+        examples = ", ".join(f"{name} ({run.folder})" for name, run in list(columns.items())[:MOST_NAMED])
+        raise UserError(f"runs of different data sets or settings cannot share a picture: {examples}")
 
 
 def _stage_with_figures(records: Sequence[Record], plans: Mapping[Path, Plan]) -> str | None:
