@@ -48,7 +48,7 @@ def draw_pca(data: Figures) -> "Figure":
 def draw_simplex(data: Figures) -> "Figure":
     """Features of three classes in the plane of their classifier rows; the vertices are perfect collapse."""
     groups, left_out = chosen(grouped(data["series"]))
-    figure, panels = _panels(groups, -0.05)
+    figure, panels = _panels(groups, 0.05)
     everywhere = [point for group in groups for key in ("points", "vertices") for point in group.first[key]]
     limits = [(min(values) - 0.05, max(values) + 0.05) for values in zip(*everywhere, strict=True)]
     for axes, group in zip(panels, groups, strict=False):

@@ -2,14 +2,14 @@
 
 import base64
 import copy
+import io
 from typing import Any
 
-PNG = base64.b64encode(
-    bytes.fromhex(
-        "89504e470d0a1a0a0000000d494844520000000200000002080000000057dd52f80000000e49444154789c63606060f80f0001040100"
-        "7e1bd41c0000000049454e44ae426082"
-    )
-).decode()
+from PIL import Image
+
+_stream = io.BytesIO()
+Image.new("L", (2, 2), 90).save(_stream, format="PNG")
+PNG = base64.b64encode(_stream.getvalue()).decode()
 
 _BASE: dict[str, Any] = {"label": "0L", "schedule": "0L", "laplacian_heads": 0.0, "num_heads": 4, "seed": 0}
 _KIND = {"variance": [1.1, 1.2], "mean_shift": [0.1, 0.1]}
