@@ -11,7 +11,6 @@ import pytest
 from lapbench.errors import UserError
 from lapbench.figures import FIGURES, load_figure, merge, save_figure
 from lapbench.figures.data import FIELDS, curve, grouped, problem
-
 from tests.figures.samples import SAMPLES, sample
 
 

@@ -2,7 +2,6 @@
 
 import io
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -85,7 +84,7 @@ def test_no_window_and_no_global_figure(saved: dict[str, list[Path]]) -> None:
 
 
 @pytest.fixture
-def crash(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def crash(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Lets the process die as it puts the named file in its place."""
     names: list[str] = []
     replace = files.os.replace
@@ -96,7 +95,7 @@ def crash(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         replace(source, target)
 
     monkeypatch.setattr(files.os, "replace", die)
-    yield names
+    return names
 
 
 def test_a_crash_leaves_the_old_picture_whole(tmp_path: Path, crash: list[str]) -> None:
