@@ -110,8 +110,9 @@ def compare(
     if without and figures.keys() - {"accuracy"}:
         _warn_without(without)
     if not figures.keys() - {"accuracy"} and tuple(wanted) != ("accuracy",):
+        more = f" and {len(runs) - 1} more" if len(runs) > 1 else ""
         raise UserError(
-            f"no figures in {len(runs)} runs, such as {runs[0].folder}: expected {runs[0].folder / FOLDER}/*.json; "
+            f"no figures in {runs[0].folder}{more}: expected {runs[0].folder / FOLDER}/*.json; "
             f"make them with `lapbench analyze {runs[0].folder}`"
         )
     if missing := [name for name in wanted if name not in figures]:
@@ -268,7 +269,7 @@ def _score(run: Run, record: Record, metric: str, value: float, known: Series | 
 def _warn_without(folders: Sequence[Path]) -> None:
     named = ", ".join(map(str, folders[:MOST_NAMED])) + (", ..." if len(folders) > MOST_NAMED else "")
     print(
-        f"lapbench: {len(folders)} runs have no figures and are left out: {named}; make them with "
+        f"lapbench: left out, as {'it has' if len(folders) == 1 else 'they have'} no figures: {named}; make them with "
         f"`lapbench analyze {folders[0]}`",
         file=sys.stderr,
     )

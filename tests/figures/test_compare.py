@@ -117,7 +117,7 @@ def test_runs_without_figures_are_named_with_the_command_that_makes_them(sweep: 
     assert outcome.status == 0
     assert outcome.err == (
         "lapbench: test/top1: of 5 runs left out: 1 failed\n"
-        f"lapbench: 2 runs have no figures and are left out: {sweep}/d, {sweep}/e; make them with "
+        f"lapbench: left out, as they have no figures: {sweep}/d, {sweep}/e; make them with "
         f"`lapbench analyze {sweep}/d`\n"
     )
     known = {
@@ -166,7 +166,7 @@ def test_of_a_chain_of_stages_the_one_with_figures(tmp_path: Path, lapbench: Com
     assert len(load_figure(tmp_path / "figures/anova.json")["series"]) == 2
     assert [s["value"] for s in load_figure(tmp_path / "figures/accuracy.json")["series"]] == [0.9, 0.9]
     outcome = lapbench("compare", tmp_path, "--stage", "sft")
-    assert "no figures in 2 runs" in outcome.err
+    assert f"no figures in {tmp_path}/0/sft and 1 more" in outcome.err
     assert "did you mean sft?" in lapbench("compare", tmp_path, "--stage", "sftt").err
 
 
@@ -199,19 +199,19 @@ def test_runs_that_do_not_belong_together_are_named(sweep: Path, lapbench: Comma
     add(tmp_path / "other", "0L", 7, data="CIFAR10")
     message = refused(lapbench("compare", sweep, tmp_path / "other"))
     assert message == (
-        f"runs of different data sets or settings cannot share a picture: CIFAR10 ({tmp_path}/other), "
-        f"Digits ({sweep}/a)"
+        f"runs of different data sets or settings cannot share a picture: Digits ({sweep}/a), "
+        f"CIFAR10 ({tmp_path}/other)"
     )
     add(tmp_path / "again", "2L", 0)
     message = refused(lapbench("compare", sweep, tmp_path / "again"))
-    assert message.startswith("two runs of 2L on Digits with seed 0: ")
+    assert message.startswith("two runs of 2L with seed 0: ")
 
 
 def test_no_figures_at_all(tmp_path: Path, lapbench: Command) -> None:
     add(tmp_path / "a", "0L", 0, None)
     message = refused(lapbench("compare", tmp_path))
     assert message == (
-        f"no figures in 1 runs, such as {tmp_path}/a: expected {tmp_path}/a/figures/*.json; "
+        f"no figures in {tmp_path}/a: expected {tmp_path}/a/figures/*.json; "
         f"make them with `lapbench analyze {tmp_path}/a`"
     )
     outcome = lapbench("compare", tmp_path, "--figures", "accuracy")  # needs the records only
