@@ -100,7 +100,7 @@ class TokenPCA(Metric):
         batch = torch.cat([count[None], mean[None], centred.T @ centred])
         self.scatter = merged_scatter(self.scatter, batch)
 
-    def compute(self, n: int) -> PrincipalComponents:
+    def compute(self, n: int = 2) -> PrincipalComponents:
         """The ``n`` leading components of all tokens.
 
         Raises:

@@ -28,7 +28,8 @@ def sequence_eigenvalues(tokens: Tensor) -> Tensor:
     centred -= centred.mean(dim=1, keepdim=True)
     wide = tokens.size(1) < tokens.size(2)
     gram = centred @ centred.mT if wide else centred.mT @ centred
-    return torch.linalg.eigvalsh(gram).flip(-1).clamp(min=0)
+    eigenvalues: Tensor = torch.linalg.eigvalsh(gram)
+    return eigenvalues.flip(-1).clamp(min=0)
 
 
 def components_holding(eigenvalues: Tensor, alpha: float) -> Tensor:
