@@ -189,8 +189,8 @@ def _parts(backbone: VisionBackbone | Decoder) -> list[_Parts]:
     for i, (block, kinds) in enumerate(zip(blocks, backbone.schedule.layers, strict=True)):
         if not isinstance(block, _BLOCKS):
             raise UserError(
-                f"{where}, block {i}: expected one whose attention adds to the tokens without a norm in between (timm's "
-                f"Block or EvaBlock, a decoder's), got {type(block).__name__}: leave this measure out"
+                f"{where}, block {i}: expected one whose attention adds to the tokens without a norm in between "
+                f"(timm's Block or EvaBlock, a decoder's), got {type(block).__name__}: leave this measure out"
             )
         post_norm = getattr(block, "post_norm", False)
         projection = block.attn.o_proj if isinstance(backbone, Decoder) else block.attn.proj
@@ -229,4 +229,5 @@ def _centred(tokens: Tensor) -> Tensor:
 
 
 def _squares(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x).square()
+    norm: Tensor = torch.linalg.vector_norm(x)
+    return norm.square()
