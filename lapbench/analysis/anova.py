@@ -81,7 +81,7 @@ class TokenANOVA(Metric):
                 self.class_sums = torch.zeros(shape, dtype=torch.float64, device=tokens.device)
             self.reference = tokens.reshape(-1, self.embed_dim)[0].double()
         at_once = max(1, AT_ONCE * self.embed_dim // tokens[0].numel())
-        for piece, of_piece in zip(tokens.split(at_once), labels.split(at_once), strict=True):
+        for piece, of_piece in zip(torch.split(tokens, at_once), torch.split(labels, at_once), strict=True):
             if tokens.ndim == 3:
                 self._add(self._sequence_means(piece), of_piece, piece.size(1))
             else:
@@ -135,7 +135,7 @@ class TokenANOVA(Metric):
 
     def _add(self, rows: Tensor, labels: Tensor, weight: int) -> None:
         """Adds rows relative to the reference, [n, D], that stand for ``weight`` tokens each."""
-        classes, group, counts = labels.unique(return_inverse=True, return_counts=True)
+        classes, group, counts = torch.unique(labels, return_inverse=True, return_counts=True)
         sums = rows.new_zeros(len(classes), self.embed_dim).index_add_(0, group, rows)
         centred = rows - (sums / counts[:, None])[group]
         self.class_squares = self.class_squares + weight * centred.flatten().dot(centred.flatten())
@@ -176,7 +176,7 @@ class TokenANOVA(Metric):
         def gather(of_process: Tensor) -> Tensor:
             return torch.stack(dist_sync_fn(of_process, group=process_group or self.process_group))
 
-        levels = gather(self.levels).unique()
+        levels = gather(self.levels)
         if {2, 3} <= set(levels.tolist()):
             raise ValueError(f"{type(self).__name__}: expected labels of one kind on all processes, got [B] and [B, T]")
         counts, within, between = self._joined(gather)
@@ -199,7 +199,7 @@ class TokenANOVA(Metric):
             self.class_tokens, self.class_sums = theirs["class_tokens"].clone(), theirs["class_sums"].clone()
             return
         shift = theirs["reference"] - self.reference
-        for classes in theirs["class_tokens"].nonzero().squeeze(1).split(AT_ONCE):
+        for classes in torch.split(theirs["class_tokens"].nonzero().squeeze(1), AT_ONCE):
             count = theirs["class_tokens"][classes]
             self._join(classes, count, theirs["class_sums"][classes] + count[:, None] * shift)
 

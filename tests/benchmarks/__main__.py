@@ -7,12 +7,13 @@ import warnings
 
 import lightning.pytorch  # noqa: F401  it sets its loggers' levels at import, which must not come after ours
 
-from tests.benchmarks import block, commands, decoder, dino, index, probe, streaming, training
+from tests.benchmarks import block, commands, decoder, dino, geometry, index, probe, streaming, training
 
 SUITES = {
     "block": block.results,
     "decoder": decoder.results,
     "dino": dino.results,
+    "geometry": geometry.results,
     "probe": probe.results,
     "fit": training.results,
     "streaming": streaming.results,
