@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from lapbench.errors import UserError
 from lapbench.figures.data import Figures, Group, Series, grouped, over_seeds
 from lapbench.figures.style import COLUMN, OKABE_ITO, PAGE, legend_below, new_figure, note, seeds_note, undefined_note
-from lapbench.figures.ticks import schedule_ticks
+from lapbench.figures.ticks import head_axis, schedule_ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,19 +37,20 @@ def draw_anova(data: Figures) -> "Figure":
     """A bar for each schedule: the fractions in the last layer that was measured, mean and SD over seeds."""
     groups = grouped(data["series"])
     parts = levels(data["series"])
-    figure = new_figure(COLUMN if len(groups) <= 10 else PAGE, 2.7)
+    figure = new_figure(COLUMN if len(groups) <= 10 else PAGE, 2.4)
     axes = figure.add_subplot()
     undefined = [group.label for i, group in enumerate(groups) if not _stack(axes, i, group, parts, len(groups))]
-    schedule_ticks(axes, groups)
+    schedule_ticks(axes, groups, figure.get_figwidth() - 0.5)
+    axes.set_xlabel(head_axis(groups))
     axes.set_ylim(0, 100)
     axes.set_ylabel("variance of tokens (%)")
     layers = sorted({group.common("layers")[-1] for group in groups})
     note(
-        axes,
+        figure,
         f"layer {' or '.join(map(str, layers))}; {seeds_note(groups, 'whiskers')}",
         undefined_note(undefined),
     )
-    legend_below(figure, axes, columns=3)
+    legend_below(figure, *axes.get_legend_handles_labels())
     return figure
 
 
@@ -62,10 +63,9 @@ def _stack(axes: "Axes", x: float, group: Group, parts: Sequence[str], bars: int
             axes.text(x, 50, "not defined", rotation=90, ha="center", va="center", fontsize=6.5, color="#444444")
             return False
         height = 100 * summary.mean
-        named = {} if part in axes.get_legend_handles_labels()[1] else {"label": PARTS[part]}
-        if named and PARTS[part] in axes.get_legend_handles_labels()[1]:
-            named = {}
-        axes.bar(x, height, 0.8, bottom=bottom, color=COLORS[part], edgecolor="white", linewidth=0.4, **named)
+        known = PARTS[part] in axes.get_legend_handles_labels()[1]  # once in the legend
+        label = None if known else PARTS[part]
+        axes.bar(x, height, 0.8, bottom=bottom, color=COLORS[part], edgecolor="white", linewidth=0.4, label=label)
         if height >= 7 and bars <= 10:
             axes.text(x, bottom + height / 2, f"{height:.1f}", ha="center", va="center", fontsize=6, color=INK[part])
         bottom += height

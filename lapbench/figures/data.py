@@ -40,8 +40,9 @@ def _or_none(check: Check) -> Check:
 
 def _list(check: Check, length: int | None = None) -> Check:
     what = f"a list of {check[0]}s" if length is None else f"{length} x {check[0]}"
-    return what, lambda value: (
-        isinstance(value, (list, tuple)) and length in (None, len(value)) and all(map(check[1], value))
+    return (
+        what,
+        lambda value: isinstance(value, (list, tuple)) and length in (None, len(value)) and all(map(check[1], value)),
     )
 
 
@@ -197,7 +198,9 @@ class Group:
         """The value that all members share. UserError: they do not."""
         values = [series[key] for series in self.members]
         if any(value != values[0] for value in values):
-            raise UserError(f"cannot average runs of {self.label}: they differ in {key}; expected equal models and data")
+            raise UserError(
+                f"cannot average runs of {self.label}: they differ in {key}; expected equal models and data"
+            )
         return values[0]
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from lapbench.figures.data import Figures, Group, Series, curve, grouped, over_seeds
@@ -29,7 +30,7 @@ FLOOR = 1e-9
 def draw_similarity(data: Figures) -> "Figure":
     """Mean cosine similarity of the tokens of a sequence against depth, a curve for each schedule."""
     groups = grouped(data["series"])
-    figure = new_figure(COLUMN, 2.8)
+    figure = new_figure(COLUMN, 2.2)
     axes = figure.add_subplot()
     undefined = []
     for group, look in zip(groups, looks(groups).values(), strict=True):
@@ -37,8 +38,8 @@ def draw_similarity(data: Figures) -> "Figure":
             undefined.append(group.label)
     _depth(axes, groups)
     axes.set_ylabel("cosine similarity")
-    note(axes, f"tokens of one sequence; {seeds_note(groups, 'band')}", undefined_note(undefined))
-    legend_below(figure, axes)
+    note(figure, f"tokens of one sequence; {seeds_note(groups, 'band')}", undefined_note(undefined))
+    legend_below(figure, *axes.get_legend_handles_labels())
     return figure
 
 
@@ -48,7 +49,7 @@ def draw_spectrum(data: Figures) -> "Figure":
     The band is the SD over sequences, pooled over seeds; where it reaches below zero it goes on to the axis.
     """
     groups = grouped(data["series"])
-    figure = new_figure(COLUMN, 3.0)
+    figure = new_figure(COLUMN, 2.3)
     axes = figure.add_subplot()
     axes.set_yscale("log")
     lowest, highest = math.inf, 0.0
@@ -78,8 +79,9 @@ def draw_spectrum(data: Figures) -> "Figure":
     axes.set_ylabel("eigenvalue")
     alphas = sorted({series["alpha"] for series in data["series"]})
     percent = " or ".join(f"{100 * alpha:g} %" for alpha in alphas)
-    note(axes, "centred tokens of a sequence; band: ± SD over sequences", undefined_note(undefined))
-    legend_below(figure, axes, title=f"dotted: number of components with {percent} of the variance", columns=3)
+    note(figure, "centred tokens of a sequence; band: ± SD over sequences", undefined_note(undefined))
+    title = f"dotted: number of components with {percent} of the variance"
+    legend_below(figure, *axes.get_legend_handles_labels(), title)
     return figure
 
 
@@ -94,7 +96,7 @@ def _pooled(group: Group) -> list[float] | None:
 
 def _at(points: Sequence[tuple[int, float]], x: float) -> float:
     """Height of the curve at ``x``, on its logarithmic axis."""
-    for (left, low), (right, high) in zip(points, points[1:], strict=False):
+    for (left, low), (right, high) in pairwise(points):
         if left <= x <= right:
             part = (x - left) / (right - left)
             return math.exp((1 - part) * math.log(low) + part * math.log(high))
@@ -112,7 +114,7 @@ def draw_sublayers(data: Figures) -> "Figure":
     titles.sort(key=lambda title: title.endswith("alone"))  # the whole sublayers first
     columns = 2 if len(titles) <= 4 else 4
     rows = -(-len(titles) // columns)
-    figure = new_figure(COLUMN if columns == 2 else PAGE, 1.5 * rows + 0.6)
+    figure = new_figure(COLUMN if columns == 2 else PAGE, 1.4 * rows + 0.3)
     panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     style = looks(groups)
     for index, axes in enumerate(panels.flat):
@@ -130,8 +132,8 @@ def draw_sublayers(data: Figures) -> "Figure":
             _depth(axes, groups)
             axes.xaxis.set_tick_params(labelbottom=True)
     figure.supylabel("variance after / before", fontsize=8)
-    figure.suptitle(f"variance within sequences; {seeds_note(groups, 'band')}", fontsize=6.5, color="#444444")
-    legend_below(figure, panels.flat[0])
+    note(figure, f"variance within sequences; {seeds_note(groups, 'band')}")
+    legend_below(figure, *panels.flat[0].get_legend_handles_labels())
     return figure
 
 

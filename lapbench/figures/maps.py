@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lapbench.errors import UserError
 from lapbench.figures.data import Figures, Group, grouped
 from lapbench.figures.scatter import chosen
-from lapbench.figures.style import COLUMN, PAGE, new_figure
+from lapbench.figures.style import COLUMN, PAGE, new_figure, note
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,7 +33,9 @@ def draw_feature_maps(data: Figures) -> "Figure":
     columns = 1 + len(groups)
     width = COLUMN if columns <= 4 else PAGE
     side = min(1.1, width / columns)
-    figure = new_figure(width if columns * side > 2 else COLUMN, side * len(keys) + (0.45 if left_out else 0.25))
+    figure = new_figure(
+        width if columns * side > 2 else COLUMN, (side - 0.03) * len(keys) + (0.4 if left_out else 0.22)
+    )
     panels = figure.subplots(len(keys), columns, squeeze=False)
     for row, key in zip(panels, keys, strict=True):
         _picture(row[0], _image(groups[0], key), "gray")
@@ -43,7 +45,7 @@ def draw_feature_maps(data: Figures) -> "Figure":
     for axes, group in zip(panels[0][1:], groups, strict=True):
         axes.set_title(group.label)
     if left_out:
-        figure.suptitle("; ".join(left_out), fontsize=6.5, color="#444444")
+        note(figure, *left_out)
     return figure
 
 

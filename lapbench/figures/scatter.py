@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lapbench.figures.data import Figures, Group, grouped
-from lapbench.figures.style import COLUMN, MARKERS, OKABE_ITO, PAGE, new_figure
+from lapbench.figures.style import COLUMN, MARKERS, MUTED, PAGE, legend_below, new_figure, note
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -14,13 +14,12 @@ MOST_PANELS = 8
 MOST_NAMED = 20
 """Classes that a legend lists."""
 _FEW_POINTS = 500
-_COLORS = OKABE_ITO[:7]  # yellow is hard to see on white
 
 
 def draw_pca(data: Figures) -> "Figure":
     """Tokens on the first two principal components, coloured by class; of each schedule the lowest seed."""
     groups, left_out = chosen(grouped(data["series"]))
-    figure, panels = _panels(groups, 0.35)
+    figure, panels = _panels(groups, 0.08)
     present = sorted({number for group in groups for number in group.first["classes"]})
     for axes, group in zip(panels, groups, strict=False):
         series = group.first
@@ -36,17 +35,18 @@ def draw_pca(data: Figures) -> "Figure":
     named = [names[number] if names and 0 <= number < len(names) else str(number) for number in present]
     if len(present) <= MOST_NAMED:
         _class_legend(figure, named)
-        left_out = [*left_out]
     else:
         left_out = [*left_out, f"{len(present)} classes; colours and markers repeat"]
-    _small_print(figure, left_out)
+    note(figure, "; ".join(left_out))
     return figure
 
 
 def draw_simplex(data: Figures) -> "Figure":
     """Features of three classes in the plane of their classifier rows; the vertices are perfect collapse."""
     groups, left_out = chosen(grouped(data["series"]))
-    figure, panels = _panels(groups, 0.0)
+    figure, panels = _panels(groups, -0.05)
+    everywhere = [point for group in groups for key in ("points", "vertices") for point in group.first[key]]
+    limits = [(min(values) - 0.05, max(values) + 0.05) for values in zip(*everywhere, strict=True)]
     for axes, group in zip(panels, groups, strict=False):
         series = group.first
         corners = series["vertices"]
@@ -55,12 +55,13 @@ def draw_simplex(data: Figures) -> "Figure":
         _cloud(axes, series["points"], series["classes"], int, 3)
         axes.set_axis_off()
         axes.set_aspect("equal")
-        axes.margins(0.12)
+        axes.set_xlim(*limits[0])
+        axes.set_ylim(*limits[1])
         axes.set_title(_title(group))
     names = groups[0].first.get("class_names")
     ids = groups[0].first["chosen"]
     _class_legend(figure, [names[number] if names else f"class {number}" for number in ids])
-    _small_print(figure, left_out)
+    note(figure, "; ".join(left_out))
     return figure
 
 
@@ -78,7 +79,7 @@ def _panels(groups: Sequence[Group], extra: float) -> "tuple[Figure, Sequence[Ax
     width = COLUMN if columns <= 2 else PAGE
     rows = -(-len(groups) // columns)
     side = width / max(columns, 2)
-    figure = new_figure(width, rows * (side + extra) + 0.75)
+    figure = new_figure(width, rows * (side + extra) + 0.1)
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes in panels[len(groups) :]:
         axes.set_axis_off()
@@ -89,7 +90,7 @@ def _cloud(
     axes: "Axes", points: Sequence[Sequence[float]], classes: Sequence[int], rank: Callable[[int], int], total: int
 ) -> None:
     """The points, class by class: a class has the same colour and marker in every panel."""
-    size, alpha = (9, 0.8) if len(points) <= _FEW_POINTS else (4, 0.6)
+    size, alpha = (10, 0.8) if len(points) <= _FEW_POINTS else (5, 0.7)
     for number in sorted({*classes}):
         mine = [point for point, own in zip(points, classes, strict=True) if own == number]
         x, y = zip(*mine, strict=True)
@@ -99,22 +100,15 @@ def _cloud(
 
 
 def _look(rank: int) -> dict[str, Any]:
-    return {"color": _COLORS[rank % len(_COLORS)], "marker": MARKERS[rank // len(_COLORS) % len(MARKERS)]}
+    return {"color": MUTED[rank % len(MUTED)], "marker": MARKERS[rank // len(MUTED) % len(MARKERS)]}
 
 
 def _class_legend(figure: "Figure", names: Sequence[str]) -> None:
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], linestyle="", markersize=4, **_look(rank)) for rank in range(len(names))]
-    short = [name if len(name) <= 22 else name[:21] + "…" for name in names]
-    columns = max(1, min(10, int(figure.get_figwidth() * 14.5 / (max(map(len, short)) + 4))))
-    figure.legend(handles, short, loc="outside lower center", ncols=columns, handletextpad=0.2, columnspacing=1.0)
+    legend_below(figure, handles, [name if len(name) <= 22 else name[:21] + "…" for name in names])
 
 
 def _title(group: Group) -> str:
     return group.label if len(group.members) == 1 else f"{group.label} (seed {group.first['seed']})"
-
-
-def _small_print(figure: "Figure", lines: Sequence[str]) -> None:
-    if lines:
-        figure.suptitle("; ".join(lines), fontsize=6.5, color="#444444")

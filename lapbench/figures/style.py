@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from lapbench.figures.data import Group
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 COLUMN, PAGE = 3.3, 6.9
@@ -23,8 +22,11 @@ COLUMN, PAGE = 3.3, 6.9
 
 OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#000000", "#F0E442")
 """Okabe and Ito, Color Universal Design (2008), the strongest contrasts first."""
+MUTED = ("#332288", "#DDCC77", "#117733", "#CC6677", "#88CCEE", "#882255", "#44AA99", "#AA4499", "#999933", "#000000")
+"""Paul Tol's muted scheme with black: ten classes."""
 GREY = "#7F7F7F"
 DASHES = ("-", "--", "-.", ":")
+REFERENCE_DASHES = ("--", ":", "-.")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 _SETTINGS: dict[str, Any] = {
@@ -134,23 +136,20 @@ def undefined_note(labels: Sequence[str]) -> str:
     return f"not defined: {', '.join(labels)}" if labels else ""
 
 
-def legend_below(figure: "Figure", axes: "Axes", title: str = "", columns: int = 4) -> None:
-    """The legend of ``axes`` below all panels, where it hides no data."""
-    handles, labels = axes.get_legend_handles_labels()
-    if handles:
-        widest = max(map(len, labels))
-        fitting = max(1, int(figure.get_figwidth() * 14.5 / (widest + 7)))
-        figure.legend(
-            handles,
-            labels,
-            loc="outside lower center",
-            ncols=min(columns, fitting, len(labels)),
-            title=title or None,
-            columnspacing=1.2,
-        )
+def legend_below(figure: "Figure", handles: Sequence[Any], labels: Sequence[str], title: str = "") -> None:
+    """A legend below all panels, where it hides no data. The figure grows by its height."""
+    if not labels:
+        return
+    width, height = figure.get_size_inches()
+    fitting = max(1, int(width / (0.5 + 0.056 * max(map(len, labels)))))
+    rows = -(-len(labels) // fitting)
+    columns = -(-len(labels) // rows)  # rows as even as they can be
+    figure.set_size_inches(width, height + 0.08 + 0.15 * (rows + bool(title)))
+    where = "outside lower center"
+    figure.legend(handles, labels, loc=where, ncols=columns, title=title or None, columnspacing=1.2)
 
 
-def note(axes: "Axes", *lines: str) -> None:
-    """Small print above the panel."""
+def note(figure: "Figure", *lines: str) -> None:
+    """Small print above all panels."""
     if text := "\n".join(filter(None, lines)):
-        axes.set_title(text, loc="left", fontsize=6.5, color="#444444")
+        figure.suptitle(text, fontsize=6.5, color="#444444")

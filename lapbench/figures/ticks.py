@@ -11,23 +11,28 @@ if TYPE_CHECKING:
 
 def counts_heads(groups: Sequence[Group]) -> bool:
     """Whether each schedule but the references is a number of Laplacian heads, the same in all layers."""
-    return all(group.label == f"{group.laplacian_heads:g}L" for group in groups if not group.reference)
+    schedules = [group for group in groups if not group.reference]
+    return all(
+        group.laplacian_heads is not None and group.label == f"{group.laplacian_heads:g}L" for group in schedules
+    )
 
 
-def schedule_ticks(axes: "Axes", groups: Sequence[Group]) -> None:
-    """Group i stands at i: numbers of heads where the schedules are such numbers, their names else."""
+def schedule_ticks(axes: "Axes", groups: Sequence[Group], width: float) -> None:
+    """Group i stands at i: numbers of heads where the schedules are such numbers, their names else.
+
+    Of more numbers than fit into ``width`` inches, every second, third, ... is written; names are turned.
+    """
     plain = counts_heads(groups)
     labels = [group.label.removesuffix("L") if plain and not group.reference else group.label for group in groups]
-    wide = sum(map(len, labels)) > 14 * axes.figure.get_figwidth() / max(1, axes.get_subplotspec().get_gridspec().ncols)
-    axes.set_xticks(
-        range(len(groups)),
-        labels,
-        rotation=40 if wide else 0,
-        ha="right" if wide else "center",
-        rotation_mode="anchor",
-    )
+    places = range(len(groups))
+    turned = False
+    if plain and not any(group.reference for group in groups):
+        places = range(0, len(groups), -(-len(groups) * 22 // int(100 * width)))
+    else:
+        turned = sum(len(label) + 2 for label in labels) > 17 * width
+    align = {"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if turned else {}
+    axes.set_xticks(places, [labels[place] for place in places], **align)
     axes.set_xlim(-0.6, len(groups) - 0.4)
-    axes.set_xlabel(head_axis(groups))
 
 
 def head_axis(groups: Sequence[Group]) -> str:
