@@ -1,6 +1,7 @@
 """``lapbench analyze``: runs of every task and timm models, what it leaves in the run's folder, what it refuses."""
 
 import json
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -73,11 +74,13 @@ def test_it_is_what_evaluate_does(finished: Path, lapbench: Command) -> None:
 
 
 def test_another_checkpoint_and_another_name(finished: Path, lapbench: Command) -> None:
-    assert lapbench("analyze", finished, *FAST, "--ckpt", "best").status == 0
+    shutil.copy(finished / "checkpoints/last.ckpt", finished / "first.ckpt")
+    assert lapbench("analyze", finished, *FAST, "--ckpt", finished / "first.ckpt").status == 0
     assert lapbench("analyze", finished, *FAST, "--layers", "last", "--name", "final").status == 0
     record = read_record(finished)
-    assert {"geometry-best", "final"} <= record.evaluations.keys()
-    assert {"geometry-best/within_class", "final/within_class"} <= record.metrics.keys()
+    assert {"geometry-first", "final"} <= record.evaluations.keys()
+    assert record.metrics["geometry-first/within_class"] == record.metrics["final/within_class"]
+    assert {path.name for path in (finished / "figures").iterdir()} == {"geometry-first", "final"}
 
 
 def test_two_processes_measure_what_one_does(finished: Path, lapbench: Command, forked: Command) -> None:
