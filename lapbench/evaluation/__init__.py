@@ -1,6 +1,7 @@
 """Evaluations that ``lapbench fit`` runs after training: callbacks named in the config's ``trainer.callbacks``."""
 
 from lapbench.evaluation.base import Evaluation, FinishedTraining
+from lapbench.evaluation.geometry import TokenGeometry
 from lapbench.evaluation.knn import NearestNeighbors
 from lapbench.evaluation.language import LanguageEvaluation
 from lapbench.evaluation.linear_probe import LinearProbe
@@ -13,4 +14,5 @@ __all__ = [
     "LinearProbe",
     "NearestNeighbors",
     "Segmentation",
+    "TokenGeometry",
 ]

@@ -1,13 +1,12 @@
 """Token geometry: how alike the tokens of a model are, within images or texts, within classes and between them."""
 
-import difflib
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -15,32 +14,20 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import nn
 
-from lapbench.backbones import Decoder, VisionBackbone
-from lapbench.errors import UserError
+from lapbench.backbones import Decoder
 from lapbench.evaluation.base import Evaluation, FinishedTraining
-from lapbench.evaluation.features import AT_ONCE, has_class_token
-from lapbench.evaluation.geometry_data import GeometryData, batch_starts, check_data, choose_split
-from lapbench.evaluation.geometry_measures import MEASURES, TOKENS_AT_ONCE, Chosen, GeometryMeasures, Tokens, Unit, left_out
+from lapbench.evaluation.features import AT_ONCE
+from lapbench.evaluation.geometry_data import GeometryData, batch_starts, choose_split
+from lapbench.evaluation.geometry_measures import TOKENS_AT_ONCE, GeometryMeasures, Tokens, Unit, backbone_of
 from lapbench.evaluation.geometry_report import GeometryReport, report, series
+from lapbench.evaluation.geometry_settings import GeometrySettings, choose
 from lapbench.evaluation.processes import Processes
 from lapbench.figures import FIGURES, save_figure
+from lapbench.figures.style import settings as figure_style
+from lapbench.results.files import write_json
 
 NAME = "geometry"
 SECONDS = 10.0  # between two lines of progress
-
-
-@dataclass(frozen=True)
-class GeometrySettings:
-    """The settings of ``TokenGeometry``, as its section in the record shows them."""
-
-    measures: tuple[str, ...] | None
-    layers: Literal["all", "last"] | tuple[int, ...]
-    max_samples: int | None
-    split: Literal["auto", "val", "test"]
-    tokens: Tokens
-    unit: Unit
-    alpha: float
-    every_n_epochs: int | None
 
 
 class TokenGeometry(Evaluation):
@@ -78,6 +65,8 @@ class TokenGeometry(Evaluation):
         alpha: Fraction of the variance that k_alpha components hold.
         every_n_epochs: Measure also while training, in every n-th epoch, after validation (on its averaged weights
             where there are some). Logs NAME/..., and figures to TensorBoard. Null measures after training only.
+        pictures: Whether to draw the figures; else only their numbers are written, which ``lapbench compare`` draws.
+            Drawing takes longer than measuring in small runs.
         name: Its name in record and tables.
 
     Raises:
@@ -94,26 +83,10 @@ class TokenGeometry(Evaluation):
         unit: Unit = "sequence mean",
         alpha: float = 0.99,
         every_n_epochs: int | None = None,
+        pictures: bool = True,
         name: str = NAME,
     ) -> None:
         super().__init__(name)
-        me = type(self).__name__
-        for measure in measures or ():
-            if measure not in MEASURES:
-                near = difflib.get_close_matches(measure, MEASURES, n=1)
-                hint = f" (did you mean {near[0]}?)" if near else ""
-                raise UserError(f"{me}.measures: expected some of {', '.join(MEASURES)}, got {measure!r}{hint}")
-        numbers = layers if isinstance(layers, list | tuple) else [0]
-        for setting, value, good, expected in (
-            ("measures", measures, measures is None or _distinct(measures), "different ones or null"),
-            ("layers", layers, layers in ("all", "last") or not isinstance(layers, str), "all, last or numbers"),
-            ("layers", layers, _distinct(numbers) and min(numbers) >= 0, "different numbers from 0"),
-            ("max_samples", max_samples, max_samples is None or max_samples >= 1, "at least 1 or null"),
-            ("alpha", alpha, 0 < alpha < 1, "0 < value < 1"),
-            ("every_n_epochs", every_n_epochs, every_n_epochs is None or every_n_epochs >= 1, "at least 1 or null"),
-        ):
-            if not good:
-                raise UserError(f"{me}.{setting}: expected {expected}, got {value}")
         self.settings = GeometrySettings(
             None if measures is None else tuple(measures),
             layers if isinstance(layers, str) else tuple(sorted(layers)),
@@ -123,13 +96,15 @@ class TokenGeometry(Evaluation):
             unit,
             alpha,
             every_n_epochs,
+            pictures,
         )
+        self.settings.check(type(self).__name__)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Says before training what would only be found out after it."""
         if stage == "fit":
             data = trainer.datamodule  # type: ignore[attr-defined]
-            self._check(pl_module, data)
+            choose(self.settings, pl_module, data, type(self).__name__)
             choose_split(data, self.settings.split, type(self).__name__)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -169,9 +144,13 @@ class TokenGeometry(Evaluation):
 
     def _draw(self, found: GeometryReport, run: FinishedTraining) -> None:
         folder = figures_folder(run.folder.parents[1], self.name)
-        base = series(cast("VisionBackbone | Decoder", run.task.backbone), run.seed)
+        base = series(backbone_of(run.task), run.seed)
         for name, fields in found.figures.items():
-            save_figure(folder, name, {"figure": name, "series": [{**base, **fields}]})
+            data = {"figure": name, "series": [{**base, **fields}]}
+            if self.settings.pictures:
+                save_figure(folder, name, data)
+            else:
+                write_json(folder / f"{name}.json", data)
 
     def _while_training(self, trainer: pl.Trainer, task: pl.LightningModule) -> None:
         every = self.settings.every_n_epochs
@@ -180,7 +159,7 @@ class TokenGeometry(Evaluation):
         data, measures, _ = self._prepare(task, trainer.datamodule, trainer)  # type: ignore[attr-defined]
         device = trainer.strategy.root_device
         measures.to(device)
-        with _evaluating(cast(nn.Module, task.backbone)):
+        with _evaluating(backbone_of(task)):
             self._read(measures, data, device, trainer, second=False)
             measures.start_mismatch()
             if measures.needs_second_pass:
@@ -189,11 +168,12 @@ class TokenGeometry(Evaluation):
         metrics = {f"{self.name}/{key}": value for key, value in found.metrics.items()}
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
-            if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
-                base = series(cast("VisionBackbone | Decoder", task.backbone), None)
+            if self.settings.pictures and isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
+                base = series(backbone_of(task), None)
                 for name, fields in found.figures.items():
-                    figure = FIGURES[name]({"figure": name, "series": [{**base, **fields}]})
-                    logger.experiment.add_figure(f"{self.name}/{name}", figure, trainer.global_step)
+                    with figure_style():
+                        figure = FIGURES[name]({"figure": name, "series": [{**base, **fields}]})
+                        logger.experiment.add_figure(f"{self.name}/{name}", figure, trainer.global_step)
 
     def _read(
         self, measures: GeometryMeasures, data: GeometryData, device: torch.device, trainer: pl.Trainer, second: bool
@@ -212,7 +192,7 @@ class TokenGeometry(Evaluation):
     ) -> tuple[GeometryData, GeometryMeasures, dict[str, str]]:
         """The data, what measures them, and why some measures do not apply."""
         s = self.settings
-        chosen, skipped = self._check(task, source)
+        chosen, skipped = choose(s, task, source, type(self).__name__)
         data = GeometryData(source, choose_split(source, s.split, type(self).__name__), s.max_samples)
         plan = data.predict_dataloader().stream.plan
         is_text = isinstance(task.backbone, Decoder)
@@ -221,36 +201,12 @@ class TokenGeometry(Evaluation):
             chosen,
             source.vocab_size if is_text else source.num_classes,
             samples=-(-plan.samples // plan.world_size),
-            at_once=min(AT_ONCE, source.eval_batch_size, max(1, TOKENS_AT_ONCE // source.context) if is_text else AT_ONCE),
+            at_once=min(
+                AT_ONCE, source.eval_batch_size, max(1, TOKENS_AT_ONCE // source.context) if is_text else AT_ONCE
+            ),
             precision=trainer.precision_plugin.forward_context,
         )
         return data, measures, skipped
-
-    def _check(self, task: pl.LightningModule, data: Any) -> tuple[Chosen, dict[str, str]]:
-        """What is measured of a task, and why the rest is not.
-
-        Raises:
-            UserError: What was asked for is not there.
-        """
-        s, me = self.settings, type(self).__name__
-        backbone: Any = getattr(task, "backbone", None)
-        if not isinstance(backbone, VisionBackbone | Decoder):
-            raise UserError(f"{me}: expected a task with a backbone, got {type(task).__name__}")
-        check_data(data, backbone, me)
-        depth = backbone.num_layers
-        layers = {"all": tuple(range(depth)), "last": (depth - 1,)}[s.layers] if isinstance(s.layers, str) else s.layers
-        if max(layers) >= depth:
-            raise UserError(f"{me}.layers: expected numbers of 0..{depth - 1} (the backbone's blocks), got {max(layers)}")
-        text = isinstance(backbone, Decoder)
-        reasons = left_out(task, data.vocab_size if text else data.num_classes, layers)
-        for measure in s.measures or ():
-            if measure in reasons:
-                raise UserError(f"{me}.measures: {measure} does not apply: {reasons[measure]}")
-        if s.unit == "class token" and not text and not has_class_token(backbone):
-            raise UserError(f"{me}.unit: expected sequence mean, as the backbone has no class token, got {s.unit}")
-        measures = tuple(m for m in MEASURES if (m not in reasons if s.measures is None else m in s.measures))
-        skipped = reasons if s.measures is None else {}
-        return Chosen(measures, layers, s.tokens, s.unit, s.alpha), skipped
 
 
 def figures_folder(run: Path, name: str = NAME) -> Path:
@@ -302,7 +258,3 @@ def _samples(data: GeometryData) -> int:
 def _pixels(data: Any) -> tuple[Any, Any]:
     """What images are normalised by; text has nothing of the kind."""
     return getattr(data, "mean", (0.0,)), getattr(data, "std", (1.0,))
-
-
-def _distinct(values: Any) -> bool:
-    return len(values) > 0 and len(set(values)) == len(values)

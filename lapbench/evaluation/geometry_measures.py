@@ -17,7 +17,7 @@ from lapbench.analysis.spectrum import TokenSpectrum
 from lapbench.analysis.sublayers import SublayerVariance
 from lapbench.backbones import Decoder, Pixels, VisionBackbone
 from lapbench.datamodules.text import IGNORED
-from lapbench.evaluation.features import AT_ONCE, has_class_token
+from lapbench.evaluation.features import AT_ONCE
 from lapbench.evaluation.geometry_samples import IMAGES, MAPS, FirstSamples, shown_classes, simplex_classes, spaced
 
 MEASURES = ("anova", "similarity", "spectrum", "collapse", "pca", "simplex", "feature_maps", "sublayers")
@@ -51,14 +51,14 @@ class Chosen:
 
 def left_out(task: pl.LightningModule, num_classes: int, layers: Sequence[int]) -> dict[str, str]:
     """The measures that a task does not allow, and why."""
-    backbone = task.backbone
+    backbone = backbone_of(task)
     if isinstance(backbone, Decoder):
         no_label = "text has no label for a whole sequence"
         return {**dict.fromkeys(("collapse", "pca", "simplex"), no_label), "feature_maps": "text has no patches"}
     reasons = {}
     if isinstance(backbone, Pixels):
         reasons["sublayers"] = "raw pixels have no blocks"
-    if backbone.embed_dim < 2:  # type: ignore[operator]
+    if backbone.embed_dim < 2:
         reasons["pca"] = "it shows two components, tokens have one feature"
     if classifier_of(task) is None:
         reasons["simplex"] = f"{type(task).__name__} has no linear classifier"
@@ -69,12 +69,17 @@ def left_out(task: pl.LightningModule, num_classes: int, layers: Sequence[int]) 
     return reasons
 
 
+def backbone_of(task: pl.LightningModule) -> VisionBackbone | Decoder:
+    """The backbone of a task that has one."""
+    return cast("VisionBackbone | Decoder", task.backbone)
+
+
 def classifier_of(task: pl.LightningModule) -> nn.Linear | None:
     """The linear classifier behind the backbone of a task; None where there is none, or more than one."""
-    backbone = task.backbone
+    backbone = backbone_of(task)
     if isinstance(backbone, Decoder | Pixels):
         return None
-    classifier = backbone.get_classifier()  # type: ignore[union-attr, operator]
+    classifier = backbone.get_classifier()  # type: ignore[operator]
     return classifier if isinstance(classifier, nn.Linear) else None
 
 
@@ -115,7 +120,7 @@ class GeometryMeasures(nn.Module):
         precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         super().__init__()
-        backbone = cast("VisionBackbone | Decoder", task.backbone)
+        backbone = backbone_of(task)
         self._backbone, self._classifier = (backbone,), (classifier_of(task),)
         self.chosen, self.num_classes, self.at_once, self.precision = chosen, num_classes, at_once, precision
         self.is_text = isinstance(backbone, Decoder)
@@ -123,12 +128,14 @@ class GeometryMeasures(nn.Module):
         width, layers, has = backbone.embed_dim, chosen.layers, chosen.measures.__contains__
         self.samples = self.whole = self.length = 0
         self.anova_layers = () if not has("anova") else layers[-1:] if self.is_text else layers
-        self.anova = nn.ModuleList(TokenANOVA(num_classes, width) for _ in self.anova_layers)
-        self.similarity = nn.ModuleList(WithinSequenceSimilarity() for _ in layers if has("similarity"))
+        self.anova = [TokenANOVA(num_classes, width) for _ in self.anova_layers]
+        self.similarity = [WithinSequenceSimilarity() for _ in layers if has("similarity")]
         self.spectrum = TokenSpectrum(width, chosen.alpha) if has("spectrum") else None
-        self.collapse = nn.ModuleList(NeuralCollapse(num_classes, width) for _ in layers if has("collapse"))
+        self.collapse = [NeuralCollapse(num_classes, width) for _ in layers if has("collapse")]
         self.pca = TokenPCA(width) if has("pca") else None
         self.sublayers = SublayerVariance(backbone) if has("sublayers") else None
+        # For their device.
+        self.of_layers = nn.ModuleList([*self.anova, *self.similarity, *self.collapse])
         self.scatter = FirstSamples(shown_classes(num_classes), IMAGES) if has("pca") else None
         self.simplex = FirstSamples(simplex_classes(num_classes), 2 * IMAGES) if has("simplex") else None
         self.maps = FirstSamples([0], MAPS) if has("feature_maps") else None
@@ -171,7 +178,7 @@ class GeometryMeasures(nn.Module):
         if self.images is not None:
             self.images.update(inputs, [0] * len(inputs), first)
             self.keys |= {first + row: key for row, key in enumerate(keys) if first + row < MAPS}
-        for piece, of_piece in zip(inputs.split(self.at_once), labels.split(self.at_once), strict=True):
+        for piece, of_piece in zip(torch.split(inputs, self.at_once), torch.split(labels, self.at_once), strict=True):
             if self.is_text:
                 self._add_text(piece, of_piece)
             else:
@@ -183,7 +190,7 @@ class GeometryMeasures(nn.Module):
     def update_mismatch(self, inputs: Tensor) -> None:
         """Adds a batch of the second pass, after ``start_mismatch``."""
         assert self.mismatch is not None
-        for piece in inputs.split(self.at_once):
+        for piece in torch.split(inputs, self.at_once):
             (tokens,) = self._tokens(piece, self.chosen.layers[-1:], watched=None)
             self.mismatch.update(self._unit(tokens, last=True), self._predictions(tokens))
 
@@ -191,7 +198,7 @@ class GeometryMeasures(nn.Module):
         """Takes the class means of all processes, and compares what was kept of the samples with them."""
         if not self.counts_mismatch:
             return
-        self.mismatch = cast(NeuralCollapse, self.collapse[-1]).nearest_mean_mismatch()
+        self.mismatch = self.collapse[-1].nearest_mean_mismatch()
         device = self.mismatch.means.device
         for features, predictions in self._kept:
             self.mismatch.update(features.to(device), predictions.to(device))
@@ -244,7 +251,9 @@ class GeometryMeasures(nn.Module):
         """Tokens of each layer, of as many samples as there are; sublayers see the first ``watched`` of them."""
         backbone = self.backbone
         padded = nn.functional.pad(inputs, (0, 0) * (inputs.ndim - 1) + (0, self.at_once - len(inputs)))
-        watching = self.sublayers.watching(watched) if self.sublayers is not None and watched is not None else nullcontext()
+        watching = (
+            self.sublayers.watching(watched) if self.sublayers is not None and watched is not None else nullcontext()
+        )
         with self.precision(), watching:
             return [tokens[: len(inputs)] for tokens in layer_tokens(backbone, padded, layers)]
 

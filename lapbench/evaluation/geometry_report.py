@@ -36,7 +36,9 @@ class GeometryReport:
         self.metrics |= {name: value for name, value in values.items() if value is not None}
 
 
-def report(measures: GeometryMeasures, processes: Processes, pixels: tuple[Any, Any] = ((0.0,), (1.0,))) -> GeometryReport:
+def report(
+    measures: GeometryMeasures, processes: Processes, pixels: tuple[Any, Any] = ((0.0,), (1.0,))
+) -> GeometryReport:
     """Computes everything; called by all processes together.
 
     Args:
@@ -62,6 +64,7 @@ def report(measures: GeometryMeasures, processes: Processes, pixels: tuple[Any, 
 def series(backbone: VisionBackbone | Decoder, seed: int | None) -> dict[str, Any]:
     """What every figure says of a run."""
     schedule = backbone.schedule
+    base: dict[str, Any]
     if isinstance(backbone, Pixels):
         base = {"label": "pixels", "laplacian_heads": None, "reference": True}
     else:
@@ -70,9 +73,9 @@ def series(backbone: VisionBackbone | Decoder, seed: int | None) -> dict[str, An
 
 
 def _anova(measures: GeometryMeasures, out: GeometryReport) -> None:
-    if not len(measures.anova):
+    if not measures.anova:
         return
-    of_layers = [cast(Any, anova).compute() for anova in measures.anova]
+    of_layers = [anova.compute() for anova in measures.anova]
     levels = [level for level in ("within_sequence", "within_class", "between_class") if level in of_layers[-1]]
     out.add_metrics({level: of_layers[-1][level] for level in levels})
     fields = {"layers": list(measures.anova_layers), **_lists(of_layers, levels)}
@@ -81,8 +84,8 @@ def _anova(measures: GeometryMeasures, out: GeometryReport) -> None:
 
 
 def _sequences(measures: GeometryMeasures, out: GeometryReport) -> None:
-    if len(measures.similarity):
-        values = [cast(Any, similarity).compute() for similarity in measures.similarity]
+    if measures.similarity:
+        values = [similarity.compute() for similarity in measures.similarity]
         out.add_metrics({"similarity": values[-1]})
         out.found["similarity"] = {"layers": list(measures.chosen.layers), "similarity": values}
         out.figures["similarity"] = out.found["similarity"]
@@ -113,18 +116,17 @@ def _sublayers(measures: GeometryMeasures, out: GeometryReport) -> None:
 
 
 def _collapse(measures: GeometryMeasures, out: GeometryReport) -> None:
-    if not len(measures.collapse):
+    if not measures.collapse:
         return
     classifier = measures.classifier.weight if measures.reads_classifier and measures.classifier is not None else None
     last = len(measures.collapse) - 1
     of_layers = [
-        {"nc4": None, **cast(Any, collapse).compute(classifier if i == last else None)}
+        {"nc4": None, **collapse.compute(classifier if i == last else None)}
         for i, collapse in enumerate(measures.collapse)
     ]
     if measures.mismatch is not None:
         of_layers[-1]["nc4"] = measures.mismatch.compute()
-    names = [name for name in of_layers[-1] if name != "classes"]
-    names.sort()
+    names = sorted(of_layers[-1].keys() - {"classes"})
     out.add_metrics({name: of_layers[-1][name] for name in names})
     unit = measures.chosen.unit
     out.found["collapse"] = {
@@ -141,7 +143,7 @@ def _scatter(measures: GeometryMeasures, processes: Processes, out: GeometryRepo
         return
     samples = measures.scatter.gathered(processes)
     components = measures.pca.compute(2)
-    explained = components.explained or [None, None]
+    explained: list[float] | list[None] = components.explained or [None, None]
     out.found["pca"] = {"layer": measures.chosen.layers[-1], "explained": explained}
     if not samples:
         out.left_out["pca figure"] = f"no sample of classes 0 to {max(measures.scatter.classes)} was seen"
@@ -180,14 +182,15 @@ def _maps(measures: GeometryMeasures, processes: Processes, pixels: tuple[Any, A
         return
     tokens = [content for _, content in measures.maps.gathered(processes)]
     images = [content for _, content in measures.images.gathered(processes)]
-    keys = dict(sorted(item for part in processes.map(lambda _: measures.keys, range(processes.count)) for item in part.items()))
+    named = processes.map(lambda _: measures.keys, range(processes.count))
+    keys = [key for _, key in sorted(item for part in named for item in part.items())]
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in pixels)
     grid = _grid(cast(VisionBackbone, measures.backbone), images[0])
-    out.found["feature_maps"] = {"layer": measures.chosen.layers[-1], "keys": list(keys.values())}
+    out.found["feature_maps"] = {"layer": measures.chosen.layers[-1], "keys": keys}
     out.figures["feature_maps"] = {
         "images": [png(image * std + mean) for image in images],
         "maps": [feature_maps(patches, grid).tolist() for patches in tokens],
-        "keys": list(keys.values()),
+        "keys": keys,
     }
 
 
