@@ -136,7 +136,7 @@ def test_lower_precision_is_summed_in_double() -> None:
     features, labels, classifier = data()
     for dtype in (torch.bfloat16, torch.float32):
         rounded = features.to(dtype)
-        metric = NeuralCollapse(6, 9).to(dtype)
+        metric = NeuralCollapse(6, 9)
         metric.update(rounded, labels)
         assert metric.moments.dtype == torch.float64
         expected = by_hand(rounded, labels, classifier.to(dtype))
