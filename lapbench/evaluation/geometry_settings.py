@@ -34,10 +34,9 @@ class GeometrySettings:
                 near = difflib.get_close_matches(measure, MEASURES, n=1)
                 hint = f" (did you mean {near[0]}?)" if near else ""
                 raise UserError(f"{where}.measures: expected some of {', '.join(MEASURES)}, got {measure!r}{hint}")
-        blocks = (0,) if isinstance(self.layers, str) else self.layers
         for setting, good, expected in (
             ("measures", self.measures is None or _distinct(self.measures), "different ones or null"),
-            ("layers", _distinct(blocks) and min(blocks) >= 0, "all, last or different numbers from 0"),
+            ("layers", self.layers in ("all", "last") or _numbers(self.layers), "all, last or different numbers from 0"),
             ("max_samples", self.max_samples is None or self.max_samples >= 1, "at least 1 or null"),
             ("alpha", 0 < self.alpha < 1, "0 < value < 1"),
             ("every_n_epochs", self.every_n_epochs is None or self.every_n_epochs >= 1, "at least 1 or null"),
@@ -83,3 +82,7 @@ def choose(s: GeometrySettings, task: pl.LightningModule, data: Any, where: str)
 
 def _distinct(values: tuple[Any, ...]) -> bool:
     return len(values) > 0 and len(set(values)) == len(values)
+
+
+def _numbers(values: Any) -> bool:
+    return not isinstance(values, str) and _distinct(values) and min(values) >= 0
