@@ -29,6 +29,7 @@ COMMANDS: dict[str, Command] = {
         "lapbench.training.commands:evaluate",
         "measure a run, or any timm model: linear probe, k-NN, segmentation, language",
     ),
+    "analyze": Command("lapbench.training.commands:analyze", "measure and draw the token geometry of a run or model"),
     "data": Command("lapbench.datamodules.convert:main", "convert a data set to WebDataset shards"),
     "sweep": Command("lapbench.sweeps.launch:main", "train every cell of a grid: schedules x seeds x anything"),
     "table": Command("lapbench.results.table:main", "print the leaderboard of a folder of runs"),

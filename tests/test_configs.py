@@ -147,7 +147,9 @@ def test_a_self_supervised_config_builds_its_model_and_data(config: str) -> None
     assert task.backbone.patch_embed.proj.in_channels == data.channels
     assert task.backbone.schedule.name == "0L"
     assert (cli.config.run.test, cli.config.trainer.gradient_clip_val) == ("none", None)
-    assert [evaluation.name for evaluation in built["trainer"]["callbacks"]] == ["linear", "knn", "segmentation"]
+    assert [evaluation.name for evaluation in built["trainer"]["callbacks"]] == [
+        *("linear", "knn", "segmentation", "geometry")
+    ]
 
 
 @pytest.mark.parametrize("config", SEGMENTATION)
@@ -221,6 +223,7 @@ def test_a_sweep_plans_runs_that_parse(name: str) -> None:
             built = cli.parser.instantiate(cli.config)
         assert built["model"].backbone.schedule.name == ("0L" if run.reference else f"{run.labels['heads']}L")
         assert str(cli.config.seed_everything) == run.labels.get("seed", "0")
+        assert "geometry" in [evaluation.name for evaluation in built["trainer"]["callbacks"]]
 
 
 def test_the_quickstart_is_three_schedules_by_three_seeds() -> None:

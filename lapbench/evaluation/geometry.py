@@ -145,12 +145,16 @@ class TokenGeometry(Evaluation):
     def _draw(self, found: GeometryReport, run: FinishedTraining) -> None:
         folder = figures_folder(run.folder.parents[1], self.name)
         base = series(backbone_of(run.task), run.seed)
+        for leftover in folder.glob(".*.tmp"):  # of a start that was killed
+            leftover.unlink()
         for name, fields in found.figures.items():
             data = {"figure": name, "series": [{**base, **fields}]}
             if self.settings.pictures:
                 save_figure(folder, name, data)
-            else:
-                write_json(folder / f"{name}.json", data)
+                continue
+            for suffix in ("png", "svg"):  # of other numbers
+                (folder / f"{name}.{suffix}").unlink(missing_ok=True)
+            write_json(folder / f"{name}.json", data)
 
     def _while_training(self, trainer: pl.Trainer, task: pl.LightningModule) -> None:
         every = self.settings.every_n_epochs

@@ -38,6 +38,19 @@ KINDS: dict[str, MetricKind] = {
     "loss": MetricKind("loss", higher_is_better=False),
     "bits_per_byte": MetricKind("bits per byte", higher_is_better=False),
     "perplexity": MetricKind("perplexity", higher_is_better=False),
+    # Token geometry is described, not judged: no direction.
+    "within_sequence": MetricKind("within-sequence share of the tokens' variance"),
+    "within_class": MetricKind("within-class share of the tokens' variance"),
+    "between_class": MetricKind("between-class share of the tokens' variance"),
+    "similarity": MetricKind("cosine similarity within sequences"),
+    "k_alpha": MetricKind("dimensions that hold the share alpha of a sequence's variance"),
+    "nc1": MetricKind("within-class variability (NC1)"),
+    "nc2_equinorm_means": MetricKind("variation of class means' norms (NC2)"),
+    "nc2_equiangular_means": MetricKind("deviation of class means from equal angles (NC2)"),
+    "nc2_equinorm_classifier": MetricKind("variation of classifier rows' norms (NC2)"),
+    "nc2_equiangular_classifier": MetricKind("deviation of classifier rows from equal angles (NC2)"),
+    "nc3": MetricKind("distance of classifier from class means (NC3)"),
+    "nc4": MetricKind("disagreement with the nearest class mean (NC4)"),
 }
 """By the last part of a metric's name or its ending: "test/top1", "val/ema_loss". Add a metric's direction here."""
 

@@ -1,4 +1,4 @@
-"""The commands fit, validate, test, predict, generate and evaluate."""
+"""The commands fit, validate, test, predict, generate, evaluate and analyze."""
 
 import errno
 import json
@@ -22,7 +22,7 @@ from lapbench.errors import UserError
 from lapbench.evaluation.after_fit import evaluations_of, join_processes, missing
 from lapbench.process import children_die_with_this_process, die_with_parent
 from lapbench.results.record import read_record, write_record
-from lapbench.training import evaluate_command
+from lapbench.training import analyze_arguments, evaluate_command
 from lapbench.training.evaluate_arguments import Request
 from lapbench.training.evaluate_arguments import parse_request as parse_evaluation
 from lapbench.training.evaluating import evaluate_after_fit
@@ -169,7 +169,19 @@ def evaluate(argv: Sequence[str]) -> int:
     Returns:
         0, 1 when an evaluation failed, or 75 when interrupted.
     """
-    request = parse_evaluation(argv)
+    return _measure(parse_evaluation(argv))
+
+
+def analyze(argv: Sequence[str]) -> int:
+    """``lapbench analyze``: measures and draws the token geometry of a run or a timm model, as ``evaluate`` would.
+
+    Returns:
+        0, 1 when it failed, or 75 when interrupted.
+    """
+    return _measure(analyze_arguments.parse_request(argv))
+
+
+def _measure(request: Request) -> int:
     evaluations = request.evaluations()
     die_with_parent()
     with _user_errors(), children_die_with_this_process():

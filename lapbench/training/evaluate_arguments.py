@@ -18,7 +18,7 @@ DESCRIPTION = (
     "process is the default."
 )
 EPILOG = (
-    "Settings of the suite follow as --linear.KEY, --knn.KEY, --segmentation.KEY; those of a timm model and of its "
+    "Settings of the suite follow as --linear.KEY, --knn.KEY and so on; those of a timm model and of its "
     "data as --model.backbone.KEY and --data.KEY."
 )
 
@@ -97,23 +97,52 @@ def parse_request(argv: Sequence[str]) -> Request:
         UserError: An argument that there is not, one that does not fit the others, or a value out of range.
     """
     parser, language, stock = _parser()
-    plain, settings = _split(argv)
+    plain, settings = split(argv)
     if {"-h", "--help"} & {*plain}:
         sys.stdout.write(f"{parser.format_help()}\n{Suite([*SUITE]).help()}")
         raise SystemExit(0)
     request = Request(parser.parse_args(plain), settings)
     if request.options.suite:
         _refuse(request.options, language, "is for --tasks")
+    check(request, stock)
+    return request
+
+
+def check(request: Request, stock: argparse._ArgumentGroup) -> None:
+    """Refuses what is not for a run, or not for a timm model.
+
+    Args:
+        request: Of this command or of one that does the same.
+        stock: The arguments that are for timm models only.
+
+    Raises:
+        UserError: An argument that does not fit the others.
+    """
     if request.run is not None:
         _refuse(request.options, stock, f"is for a timm model, {request.run} is a folder")
     elif request.options.ckpt is not None or request.options.tasks:
         option = "--tasks" if request.options.tasks else "--ckpt"
         raise UserError(f"{option}: expected the folder of a run, {request.options.what} is none")
     allowed = ["trainer", *(request.options.suite or ()), *(() if request.run else ("data", "model"))]
-    for key, arguments in settings.items():
+    for key, arguments in request.settings.items():
         if key not in allowed:
             raise UserError(f"unknown key {arguments[0].partition('=')[0][2:]!r}{_hint(key, allowed)}")
-    return request
+
+
+def stock_arguments(parser: ArgumentParser) -> argparse._ArgumentGroup:
+    """Adds the arguments that are for timm models only."""
+    stock = parser.add_argument_group("timm models")
+    stock.add_argument(
+        "--config",
+        metavar="CONFIG",
+        action="append",
+        default=[],
+        help="config whose data section is used, by name or path; may be given again",
+    )
+    stock.add_argument("--weights", metavar="FILE", help="local weights (.safetensors, .pth, .ckpt)")
+    stock.add_argument("--pretrained", action="store_true", help="take timm's pretrained weights, from the hub")
+    stock.add_argument("--out", metavar="DIR", help="folder of the run (default: a new one below runs/MODEL)")
+    return stock
 
 
 def _parser() -> tuple[ArgumentParser, argparse._ArgumentGroup, argparse._ArgumentGroup]:
@@ -129,17 +158,7 @@ def _parser() -> tuple[ArgumentParser, argparse._ArgumentGroup, argparse._Argume
     which.add_argument(
         "--tasks", metavar="TASK,...", type=_tasks, help=f"language models: some of {','.join(TASKS)}, or all"
     )
-    stock = parser.add_argument_group("timm models")
-    stock.add_argument(
-        "--config",
-        metavar="CONFIG",
-        action="append",
-        default=[],
-        help="config whose data section is used, by name or path; may be given again",
-    )
-    stock.add_argument("--weights", metavar="FILE", help="local weights (.safetensors, .pth, .ckpt)")
-    stock.add_argument("--pretrained", action="store_true", help="take timm's pretrained weights, from the hub")
-    stock.add_argument("--out", metavar="DIR", help="folder of the run (default: a new one below runs/MODEL)")
+    stock = stock_arguments(parser)
     language = parser.add_argument_group("language models")
     language.add_argument(
         "--data-dir", metavar="DIR", help="folder with a folder of local files for each task (default: load the hub's)"
@@ -171,7 +190,7 @@ def _parser() -> tuple[ArgumentParser, argparse._ArgumentGroup, argparse._Argume
     return parser, language, stock
 
 
-def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+def split(argv: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
     """The command's own arguments, and those with a dot in their key, each with its value."""
     plain: list[str] = []
     dotted: dict[str, list[str]] = {}

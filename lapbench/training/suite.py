@@ -1,4 +1,4 @@
-"""The evaluations of frozen vision backbones by name, their settings as arguments: ``--linear.epochs 5``."""
+"""The evaluations of frozen backbones by name, their settings as arguments: ``--linear.epochs 5``."""
 
 import difflib
 from collections.abc import Sequence
@@ -12,7 +12,12 @@ from lapbench.evaluation import Evaluation
 from lapbench.training.parse_errors import one_line
 from lapbench.training.parser import user_error
 
-SUITE = {"linear": "LinearProbe", "knn": "NearestNeighbors", "segmentation": "Segmentation"}
+SUITE = {
+    "linear": "LinearProbe",
+    "knn": "NearestNeighbors",
+    "segmentation": "Segmentation",
+    "geometry": "TokenGeometry",
+}
 """Classes of ``lapbench.evaluation``; a further one is one entry."""
 
 
