@@ -100,6 +100,7 @@ def test_order_batches_and_an_offset_do_not_matter() -> None:
                 metric.update(features[part] + offset, labels[part])
             assert near(metric.compute(classifier), expected)
     assert metric.moments.numel() == 6 + 6 * 9 + 9 * 9
+    assert metric.clone().compute(classifier) == metric.compute(classifier)
     metric.reset()
     for part in order.split(50):
         metric(features[part], labels[part])  # torchmetrics' own way, which merges states
@@ -136,7 +137,7 @@ def test_lower_precision_is_summed_in_double() -> None:
     features, labels, classifier = data()
     for dtype in (torch.bfloat16, torch.float32):
         rounded = features.to(dtype)
-        metric = NeuralCollapse(6, 9).to(dtype)
+        metric = NeuralCollapse(6, 9)
         metric.update(rounded, labels)
         assert metric.moments.dtype == torch.float64
         expected = by_hand(rounded, labels, classifier.to(dtype))
@@ -186,14 +187,17 @@ def test_degenerate_class_means_give_numbers_that_are_right() -> None:
     single = measured(line, torch.arange(3), line, num_classes=3)  # a sample a class; the middle mean is the centre
     assert (single["nc1"], single["nc2_equiangular_means"]) == (0, None)
     assert single["nc2_equinorm_means"] == pytest.approx(math.sqrt(3) / 2)  # norms 1, 0, 1
-    # On a line both variances are numbers: 1 / (4 x 2 / 3), divided by the number of classes.
-    noise = torch.tensor([[1.0, 2.0], [-1.0, -2.0]]).double().repeat_interleave(3, dim=0)
-    spread = measured(line.repeat(2, 1) + noise, torch.arange(3).repeat(2), num_classes=3)
-    assert spread["nc1"] == pytest.approx(1 / (8 / 3) / 3, rel=1e-12)
-    # The same far from the origin, where rounding gives the means a second direction.
-    turn = torch.tensor([[0.6, -0.8], [0.8, 0.6]]).double()
-    far = measured((line.repeat(2, 1) + noise) @ turn + 1000, torch.arange(3).repeat(2), num_classes=3)
-    assert far["nc1"] == pytest.approx(spread["nc1"], rel=1e-9)
+    # A variance of 1 along the line, and means whose squares sum to 8; what is across has no mean to be compared with.
+    across = torch.tensor([[2.0, -1.0], [-2.0, 1.0]]).double().repeat(6, 1)
+    noise = torch.tensor([[1.0, 2.0], [-1.0, -2.0]]).double().repeat_interleave(6, dim=0) + across
+    features, labels = (
+        line.repeat_interleave(2, dim=0).repeat(2, 1) + noise,
+        torch.arange(3).repeat_interleave(2).repeat(2),
+    )
+    turn = torch.tensor([[math.cos(1), -math.sin(1)], [math.sin(1), math.cos(1)]]).double()
+    for offset in (0, 1000):  # where rounding gives the means a second direction
+        spread = measured(features @ turn + offset, labels, num_classes=3)
+        assert spread["nc1"] == pytest.approx(1 / 8, rel=1e-9)
 
 
 def test_many_classes_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
