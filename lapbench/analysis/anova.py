@@ -9,8 +9,10 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 IGNORED = -100
-# Tokens in float64, and classes of all processes together, that are held at once beside the state.
+# Tokens in float64, and classes of all processes together, that are held at once beside the state; on CPUs, tokens that
+# stay in a cache are twice as fast.
 AT_ONCE = 4096
+CPU_AT_ONCE = 512
 
 
 class TokenANOVA(Metric):
@@ -80,7 +82,8 @@ class TokenANOVA(Metric):
                 shape = (self.num_classes, self.embed_dim)
                 self.class_sums = torch.zeros(shape, dtype=torch.float64, device=tokens.device)
             self.reference = tokens.reshape(-1, self.embed_dim)[0].double()
-        at_once = max(1, AT_ONCE * self.embed_dim // tokens[0].numel())
+        at_once = min(AT_ONCE, CPU_AT_ONCE) if tokens.device.type == "cpu" else AT_ONCE
+        at_once = max(1, at_once * self.embed_dim // tokens[0].numel())
         for piece, of_piece in zip(torch.split(tokens, at_once), torch.split(labels, at_once), strict=True):
             if tokens.ndim == 3:
                 self._add(self._sequence_means(piece), of_piece, piece.size(1))
