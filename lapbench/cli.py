@@ -32,6 +32,7 @@ COMMANDS: dict[str, Command] = {
     "data": Command("lapbench.datamodules.convert:main", "convert a data set to WebDataset shards"),
     "sweep": Command("lapbench.sweeps.launch:main", "train every cell of a grid: schedules x seeds x anything"),
     "table": Command("lapbench.results.table:main", "print the leaderboard of a folder of runs"),
+    "compare": Command("lapbench.figures.compare:main", "draw the figures of several runs in one picture each"),
 }
 
 

@@ -53,11 +53,11 @@ _NUMBER_OR_NONE = _or_none(_NUMBER)
 _INTS = _list(_INT)
 _CURVE = _list(_NUMBER_OR_NONE)
 _POINTS = _list(_list(_NUMBER, 2))
+_KIND_KEYS = ("variance", "mean_shift")
 _KIND: Check = (
     "object with variance and mean_shift",
     lambda value: isinstance(value, dict) and all(_or_none(_CURVE)[1](value.get(key)) for key in _KIND_KEYS),
 )
-_KIND_KEYS = ("variance", "mean_shift")
 _KINDS: Check = (
     "object of head kinds",
     lambda value: isinstance(value, dict) and all(map(_KIND[1], value.values())),

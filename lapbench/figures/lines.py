@@ -128,10 +128,11 @@ def draw_sublayers(data: Figures) -> "Figure":
             # An empty curve still puts the schedule into the legend, which is that of the first panel.
             _line(axes, group.common("layers") if lists else [], summaries, group.label, style[group.label])
         axes.set_title(titles[index])
+        if index % columns == 0:
+            axes.set_ylabel("after / before")
         if index + columns >= len(titles):
             _depth(axes, groups)
             axes.xaxis.set_tick_params(labelbottom=True)
-    figure.supylabel("variance after / before", fontsize=8)
     note(figure, f"variance within sequences; {seeds_note(groups, 'band')}")
     legend_below(figure, *panels.flat[0].get_legend_handles_labels())
     return figure

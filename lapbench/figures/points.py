@@ -1,7 +1,7 @@
 """Numbers of a run against its number of Laplacian heads: accuracy (arXiv 2602.09297, Fig. 3) and neural collapse."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lapbench.errors import UserError
 from lapbench.figures.data import Figures, Group, grouped, over_seeds
@@ -87,14 +87,15 @@ def draw_collapse(data: Figures) -> "Figure":
     }
     titles = [title for title, keys in shown.items() if keys]
     rows = max(1, -(-len(titles) // 2))
-    figure = new_figure(COLUMN, 1.3 * rows + 0.35)
+    figure = new_figure(COLUMN, 1.3 * rows + 0.45)
     panels = figure.subplots(rows, 2, squeeze=False)
     for axes in panels.flat[len(titles) :]:
         axes.set_axis_off()
     outside = []
     for axes, title in zip(panels.flat, titles, strict=False):
         outside += _panel(axes, shown[title], title, places, references)
-    figure.supxlabel(head_axis(places), fontsize=8)
+    for axes in panels.flat[max(0, len(titles) - 2) : len(titles)]:  # the lowest of each column
+        axes.set_xlabel(head_axis(places, totals=False), fontsize=7)
     missing = [title.partition(":")[0] for title, keys in shown.items() if not keys]
     note(
         figure,
@@ -153,12 +154,11 @@ def _one(data: Figures, key: str, what: str) -> str:
 def _means(axes: "Axes", values: Values, color: str, line: str) -> None:
     """Means with whiskers of ± SD, joined by a line. What has no value is left out, and so is the SD of one seed."""
     found = [(x, summary) for x, each in enumerate(values) if (summary := over_seeds(each))]
-    x = [place for place, _ in found]
-    axes.plot(x, [summary.mean for _, summary in found], line, color=color)
+    axes.plot([x for x, _ in found], [summary.mean for _, summary in found], line, color=color)
     spread = [(place, summary.mean, summary.std) for place, summary in found if summary.std is not None]
     if spread:
-        x, mean, std = zip(*spread, strict=True)
-        axes.errorbar(x, mean, std, fmt="none", color=color, elinewidth=0.8)
+        places, mean, std = zip(*spread, strict=True)
+        axes.errorbar(places, mean, std, fmt="none", color=color, elinewidth=0.8)
 
 
 def _breathe(axes: "Axes") -> None:
@@ -167,7 +167,7 @@ def _breathe(axes: "Axes") -> None:
     axes.set_ylim(low, high + 0.06 * (high - low))
 
 
-def _reference(axes: "Axes", value: float, dash: object, color: str) -> bool:
+def _reference(axes: "Axes", value: float, dash: Any, color: str) -> bool:
     """A line across at ``value``; none, and False, if showing it would crush the schedules' own range to a third."""
     low, high = axes.get_ylim()
     if not low - 2 * (high - low) <= value <= high + 2 * (high - low):
@@ -178,7 +178,7 @@ def _reference(axes: "Axes", value: float, dash: object, color: str) -> bool:
     return True
 
 
-def _key(color: str, dash: object, marker: str = "") -> object:
+def _key(color: str, dash: Any, marker: str = "") -> Any:
     from matplotlib.lines import Line2D
 
     return Line2D([], [], color=color, linestyle=dash, marker=marker)

@@ -1,10 +1,10 @@
 """Clouds of points, a panel for each schedule: PCA of tokens, and simplices of three classes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lapbench.figures.data import Figures, Group, grouped
-from lapbench.figures.style import COLUMN, MARKERS, MUTED, PAGE, legend_below, new_figure, note
+from lapbench.figures.style import COLUMN, MARKERS, MUTED, OKABE_ITO, PAGE, legend_below, new_figure, note
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,13 +19,17 @@ _FEW_POINTS = 500
 def draw_pca(data: Figures) -> "Figure":
     """Tokens on the first two principal components, coloured by class; of each schedule the lowest seed."""
     groups, left_out = chosen(grouped(data["series"]))
-    figure, panels = _panels(groups, 0.08)
+    figure, panels = _panels(groups, 0.22)
     present = sorted({number for group in groups for number in group.first["classes"]})
     for axes, group in zip(panels, groups, strict=False):
         series = group.first
-        _cloud(axes, series["points"], series["classes"], present.index, len(present))
-        for axis, share, number in zip((axes.set_xlabel, axes.set_ylabel), series["explained"], (1, 2), strict=True):
-            axis(f"PC {number}" if share is None else f"PC {number} ({100 * share:.1f} %)", fontsize=7)
+        _cloud(axes, series["points"], series["classes"], present)
+        texts = [
+            f"PC {i}" if share is None else f"PC {i} ({100 * share:.1f} %)"
+            for i, share in enumerate(series["explained"], 1)
+        ]
+        axes.set_xlabel(texts[0], fontsize=7)
+        axes.set_ylabel(texts[1], fontsize=7)
         axes.set_xticks([])
         axes.set_yticks([])
         axes.set_box_aspect(1)
@@ -44,7 +48,7 @@ def draw_pca(data: Figures) -> "Figure":
 def draw_simplex(data: Figures) -> "Figure":
     """Features of three classes in the plane of their classifier rows; the vertices are perfect collapse."""
     groups, left_out = chosen(grouped(data["series"]))
-    figure, panels = _panels(groups, -0.05)
+    figure, panels = _panels(groups, 0.05)
     everywhere = [point for group in groups for key in ("points", "vertices") for point in group.first[key]]
     limits = [(min(values) - 0.05, max(values) + 0.05) for values in zip(*everywhere, strict=True)]
     for axes, group in zip(panels, groups, strict=False):
@@ -52,7 +56,7 @@ def draw_simplex(data: Figures) -> "Figure":
         corners = series["vertices"]
         x, y = zip(*corners, corners[0], strict=True)
         axes.plot(x, y, color="#999999", linewidth=0.8, zorder=0)
-        _cloud(axes, series["points"], series["classes"], int, 3)
+        _cloud(axes, series["points"], series["classes"], [0, 1, 2])
         axes.set_axis_off()
         axes.set_aspect("equal")
         axes.set_xlim(*limits[0])
@@ -86,27 +90,27 @@ def _panels(groups: Sequence[Group], extra: float) -> "tuple[Figure, Sequence[Ax
     return figure, panels
 
 
-def _cloud(
-    axes: "Axes", points: Sequence[Sequence[float]], classes: Sequence[int], rank: Callable[[int], int], total: int
-) -> None:
-    """The points, class by class: a class has the same colour and marker in every panel."""
+def _cloud(axes: "Axes", points: Sequence[Sequence[float]], classes: Sequence[int], every: Sequence[int]) -> None:
+    """The points, class by class. A class has the same look in every panel, by its place in ``every``."""
     size, alpha = (10, 0.8) if len(points) <= _FEW_POINTS else (5, 0.7)
-    for number in sorted({*classes}):
+    for rank, number in enumerate(every):
         mine = [point for point, own in zip(points, classes, strict=True) if own == number]
-        x, y = zip(*mine, strict=True)
-        look = _look(rank(number))
-        # Thousands of marks as vectors would make a picture of megabytes.
-        axes.scatter(x, y, s=size, alpha=alpha, linewidths=0, rasterized=len(points) > 4 * _FEW_POINTS, **look)
+        if mine:
+            x, y = zip(*mine, strict=True)
+            # Thousands of marks as vectors would make a picture of megabytes.
+            raster = len(points) > 4 * _FEW_POINTS
+            axes.scatter(x, y, s=size, alpha=alpha, linewidths=0, rasterized=raster, **_look(rank, len(every)))
 
 
-def _look(rank: int) -> dict[str, Any]:
-    return {"color": MUTED[rank % len(MUTED)], "marker": MARKERS[rank // len(MUTED) % len(MARKERS)]}
+def _look(rank: int, total: int) -> dict[str, Any]:
+    colors = OKABE_ITO[:7] if total <= 7 else MUTED  # without yellow, which is hard to see on white
+    return {"color": colors[rank % len(colors)], "marker": MARKERS[rank // len(colors) % len(MARKERS)]}
 
 
 def _class_legend(figure: "Figure", names: Sequence[str]) -> None:
     from matplotlib.lines import Line2D
 
-    handles = [Line2D([], [], linestyle="", markersize=4, **_look(rank)) for rank in range(len(names))]
+    handles = [Line2D([], [], linestyle="", markersize=4, **_look(rank, len(names))) for rank in range(len(names))]
     legend_below(figure, handles, [name if len(name) <= 22 else name[:21] + "…" for name in names])
 
 

@@ -63,7 +63,8 @@ def settings() -> Iterator[None]:
 
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_SETTINGS)
+        parameters: Any = matplotlib.rcParams  # its stubs list every key
+        parameters.update(_SETTINGS)
         yield
 
 
@@ -81,6 +82,7 @@ def render(figure: "Figure") -> dict[str, bytes]:
         stream = io.BytesIO()
         figure.savefig(stream, format=suffix, dpi=200, metadata=metadata)
         files[suffix] = stream.getvalue()
+        figure.set_layout_engine("none")  # placed once, at the PNG's resolution, and the same in both
     return files
 
 
@@ -141,12 +143,12 @@ def legend_below(figure: "Figure", handles: Sequence[Any], labels: Sequence[str]
     if not labels:
         return
     width, height = figure.get_size_inches()
-    fitting = max(1, int(width / (0.5 + 0.056 * max(map(len, labels)))))
+    sizes = [0.43 + 0.054 * len(label) for label in labels]  # handle, gap and letters
+    fitting = len(labels) if sum(sizes) <= width else max(1, int(width / max(sizes)))
     rows = -(-len(labels) // fitting)
     columns = -(-len(labels) // rows)  # rows as even as they can be
     figure.set_size_inches(width, height + 0.08 + 0.15 * (rows + bool(title)))
-    where = "outside lower center"
-    figure.legend(handles, labels, loc=where, ncols=columns, title=title or None, columnspacing=1.2)
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, title=title or None, columnspacing=1.2)
 
 
 def note(figure: "Figure", *lines: str) -> None:

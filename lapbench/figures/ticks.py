@@ -30,14 +30,16 @@ def schedule_ticks(axes: "Axes", groups: Sequence[Group], width: float) -> None:
         places = range(0, len(groups), -(-len(groups) * 22 // int(100 * width)))
     else:
         turned = sum(len(label) + 2 for label in labels) > 17 * width
-    align = {"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if turned else {}
-    axes.set_xticks(places, [labels[place] for place in places], **align)
+    axes.set_xticks(places, [labels[place] for place in places])
+    if turned:
+        for text in axes.get_xticklabels():
+            text.set(rotation=35, ha="right", rotation_mode="anchor")
     axes.set_xlim(-0.6, len(groups) - 0.4)
 
 
-def head_axis(groups: Sequence[Group]) -> str:
-    """ "Laplacian heads per layer (of 6)", or "head schedule"."""
+def head_axis(groups: Sequence[Group], totals: bool = True) -> str:
+    """ "Laplacian heads per layer (of 6)", without the 6 for narrow panels, or "head schedule"."""
     if not counts_heads(groups):
         return "head schedule"
-    totals = {group.num_heads for group in groups if not group.reference and group.num_heads}
-    return "Laplacian heads per layer" + (f" (of {totals.pop()})" if len(totals) == 1 else "")
+    sizes = {group.num_heads for group in groups if not group.reference and group.num_heads}
+    return "Laplacian heads per layer" + (f" (of {sizes.pop()})" if totals and len(sizes) == 1 else "")
