@@ -207,6 +207,30 @@ def test_runs_that_do_not_belong_together_are_named(sweep: Path, lapbench: Comma
     assert message.startswith("two runs of 2L on Digits with seed 0: ")
 
 
+def test_two_sweeps_of_the_same_data_share_a_picture_unless_they_hold_equal_runs(
+    tmp_path: Path, lapbench: Command
+) -> None:
+    for name, heads in (("one", "0"), ("other", "2")):
+        add(tmp_path / name / "run", f"{heads}L", 0)
+        run = PlannedRun("run", {"heads": heads, "seed": "0"}, (), {})
+        write_plan(tmp_path / name, Plan(name, {"heads": "schedule", "seed": "seed"}, (run,)))
+    both = [tmp_path / "one", tmp_path / "other"]
+    outcome = lapbench("compare", *both, "--out", tmp_path / "out", "--figures", "anova")
+    assert outcome.status == 0
+    assert [s["label"] for s in load_figure(tmp_path / "out/anova.json")["series"]] == ["0L", "2L"]
+    add(both[1] / "run", "0L", 0)
+    message = refused(lapbench("compare", *both))
+    assert message == f"two runs of 0L with seed 0: {both[0]}/run and {both[1]}/run; expected one"
+
+
+def test_runs_that_the_plan_does_not_hold_are_named(sweep: Path, lapbench: Command) -> None:
+    planned = (PlannedRun("a", {"seed": "0"}, (), {}), PlannedRun("b", {"seed": "1"}, (), {}))
+    write_plan(sweep, Plan("digits", {"seed": "seed"}, planned))
+    outcome = lapbench("compare", sweep, "--figures", "accuracy")
+    assert outcome.err == f"lapbench: left out, as the sweep's plan does not hold them: {sweep}/c\n"
+    assert len(load_figure(sweep / "figures/accuracy.json")["series"]) == 2
+
+
 def test_no_figures_at_all(tmp_path: Path, lapbench: Command) -> None:
     add(tmp_path / "a", "0L", 0, None)
     message = refused(lapbench("compare", tmp_path))
