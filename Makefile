@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PIN := --constraint .ci/constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint bench table1 table2 table3 clean
+.PHONY: help install quickstart test lint bench table1 table2 table3 figures clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +33,14 @@ table2: $(READY) ## Train and print Table 2: d20 language models on FineWeb-Edu 
 
 table3: $(READY) ## Train and print Table 3: DINO on ImageNet, linear probe, k-NN, ADE20K (needs the data, and GPUs)
 	$(BIN)/lapbench sweep table3
+
+figures: $(READY) ## Draw the token geometry of the three small sweeps, after training what is missing of them
+	$(BIN)/lapbench sweep quickstart --jobs $(JOBS)
+	$(BIN)/lapbench compare runs/quickstart
+	$(BIN)/lapbench sweep language_tiny --jobs $(JOBS)
+	$(BIN)/lapbench compare runs/language_tiny
+	$(BIN)/lapbench sweep ssl_tiny --jobs $(JOBS)
+	$(BIN)/lapbench compare runs/ssl_tiny
 
 test: $(READY) ## Run the tests
 	$(BIN)/python -m pytest --numprocesses $(JOBS)
