@@ -236,6 +236,16 @@ def test_runs_that_the_plan_does_not_hold_are_named(sweep: Path, compare: Comman
     assert len(load_figure(sweep / "figures/accuracy.json")["series"]) == 2
 
 
+def test_the_figures_of_a_run_are_not_written_over(
+    sweep: Path, compare: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = (sweep / "a/figures/anova.json").read_bytes()
+    monkeypatch.chdir(sweep / "a")
+    message = refused(compare(sweep / "a", sweep / "c"))
+    assert message == f"figures holds the figures of the run {sweep}/a: expected another folder after --out"
+    assert (sweep / "a/figures/anova.json").read_bytes() == own
+
+
 def test_no_figures_at_all(tmp_path: Path, compare: Command) -> None:
     add(tmp_path / "a", "0L", 0, None)
     message = refused(compare(tmp_path))
