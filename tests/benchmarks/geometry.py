@@ -100,8 +100,6 @@ def _state() -> Result:
     held = [value for value in tree_leaves(vars(metric)) if isinstance(value, torch.Tensor)]
     storages = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in held}
     gigabytes = sum(storages.values()) / 1e9
-        sum({value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in held}.values()) / 1e9
-    )
     return Result("language ANOVA, state, GB", gigabytes, 1.0, True, f"{VOCAB} classes, width 1280")
 
 

@@ -172,7 +172,9 @@ def test_every_measure_is_that_of_all_tokens_at_once(
     check_pictures(tmp_path, task, tokens[2], every[2], labels, keys)
 
 
-def check_pictures(folder: Path, task: Any, tokens: Tensor, every: Tensor, labels: Tensor, keys: list[str]) -> None:
+def check_pictures(
+    folder: Path, task: Any, tokens: Tensor, every: Tensor, labels: Tensor, keys: list[str]
+) -> None:
     pca = TokenPCA(16)
     pca.update(tokens)
     components = pca.compute(2)
@@ -341,6 +343,7 @@ def test_a_language_model(documents: Path, tmp_path: Path) -> None:
         task.backbone(inputs[whole])
     assert section["sublayers"]["after_attention"] == pytest.approx(watch.compute()["after_attention"], rel=NEAR)
     assert section["figures"] == ["anova", "similarity", "spectrum", "sublayers"]
+
 
 
 CALLBACK = "--trainer.callbacks+=TokenGeometry"
