@@ -41,20 +41,21 @@ def _images() -> Result:
     images, labels = torch.randn(IMAGES, 3, 224, 224), torch.randint(CLASSES, (IMAGES,))
 
     @torch.inference_mode()
-    def forward() -> None:
-        for batch in torch.split(images, BATCH):
+    def forward(count: int = IMAGES) -> None:
+        for batch in torch.split(images[:count], BATCH):
             model(batch)
 
     @torch.inference_mode()
-    def measure() -> None:
+    def measure(count: int = IMAGES) -> None:
         measures = GeometryMeasures(task, chosen, CLASSES, IMAGES)
-        for start in range(0, IMAGES, BATCH):
+        for start in range(0, count, BATCH):
             rows = slice(start, start + BATCH)
             measures.update(images[rows], labels[rows], start)
         measures.start_mismatch()
         found = report(measures, Processes())
         assert set(found.figures) >= {"anova", "spectrum", "collapse", "sublayers"}, found.left_out
 
+    forward(BATCH), measure(BATCH)
     # One pair: it takes minutes of CPU time, in which noise averages out.
     ratio = paired_ratio(measure, forward, 1, warmup=0, clock=time.process_time)
     detail = f"CPU time, ViT-S/16, 224 px, {IMAGES} images, {model.num_layers} layers, {CLASSES} classes"
