@@ -41,20 +41,21 @@ def _images() -> Result:
     images, labels = torch.randn(IMAGES, 3, 224, 224), torch.randint(CLASSES, (IMAGES,))
 
     @torch.inference_mode()
-    def forward() -> None:
-        for batch in torch.split(images, BATCH):
+    def forward(count: int = IMAGES) -> None:
+        for batch in torch.split(images[:count], BATCH):
             model(batch)
 
     @torch.inference_mode()
-    def measure() -> None:
+    def measure(count: int = IMAGES) -> None:
         measures = GeometryMeasures(task, chosen, CLASSES, IMAGES)
-        for start in range(0, IMAGES, BATCH):
+        for start in range(0, count, BATCH):
             rows = slice(start, start + BATCH)
             measures.update(images[rows], labels[rows], start)
         measures.start_mismatch()
         found = report(measures, Processes())
         assert set(found.figures) >= {"anova", "spectrum", "collapse", "sublayers"}, found.left_out
 
+    forward(BATCH), measure(BATCH)
     # One pair: it takes minutes of CPU time, in which noise averages out.
     ratio = paired_ratio(measure, forward, 1, warmup=0, clock=time.process_time)
     detail = f"CPU time, ViT-S/16, 224 px, {IMAGES} images, {model.num_layers} layers, {CLASSES} classes"
@@ -98,7 +99,8 @@ def _state() -> Result:
     metric = TokenANOVA(VOCAB, 1280)
     metric.update(torch.randn(1, 64, 1280), torch.randint(VOCAB, (1, 64)))
     held = [value for value in tree_leaves(vars(metric)) if isinstance(value, torch.Tensor)]
-    gigabytes = sum({value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in held}.values()) / 1e9
+    storages = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in held}
+    gigabytes = sum(storages.values()) / 1e9
     return Result("language ANOVA, state, GB", gigabytes, 1.0, True, f"{VOCAB} classes, width 1280")
 
 
