@@ -103,9 +103,10 @@ class TokenGeometry(Evaluation):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Says before training what would only be found out after it."""
         if stage == "fit":
-            data = trainer.datamodule  # type: ignore[attr-defined]
-            choose(self.settings, pl_module, data, type(self).__name__)
-            choose_split(data, self.settings.split, type(self).__name__)
+            s, data = self.settings, trainer.datamodule  # type: ignore[attr-defined]
+            choose(s, pl_module, data, type(self).__name__)
+            split = choose_split(data, s.split, type(self).__name__)
+            GeometryData(data, split, s.max_samples).predict_dataloader()
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Measures while training."""

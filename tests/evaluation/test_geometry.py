@@ -26,7 +26,10 @@ from lapbench.backbones import DecoderSettings, VisionSettings
 from lapbench.datamodules import Digits, PyDocs
 from lapbench.evaluation import TokenGeometry, geometry_measures
 from lapbench.evaluation.after_fit import AfterFit, join_processes
-from lapbench.evaluation.geometry_measures import GeometryMeasures
+from lapbench.evaluation.geometry import _pixels
+from lapbench.evaluation.geometry_measures import Chosen, GeometryMeasures
+from lapbench.evaluation.geometry_report import report
+from lapbench.evaluation.processes import Processes
 from lapbench.figures import load_figure
 from lapbench.results.record import read_record
 from lapbench.tasks import DINO, FrozenBackbone, ImageClassification, LanguageModeling
@@ -172,9 +175,7 @@ def test_every_measure_is_that_of_all_tokens_at_once(
     check_pictures(tmp_path, task, tokens[2], every[2], labels, keys)
 
 
-def check_pictures(
-    folder: Path, task: Any, tokens: Tensor, every: Tensor, labels: Tensor, keys: list[str]
-) -> None:
+def check_pictures(folder: Path, task: Any, tokens: Tensor, every: Tensor, labels: Tensor, keys: list[str]) -> None:
     pca = TokenPCA(16)
     pca.update(tokens)
     components = pca.compute(2)
@@ -345,6 +346,21 @@ def test_a_language_model(documents: Path, tmp_path: Path) -> None:
     assert section["figures"] == ["anova", "similarity", "spectrum", "sublayers"]
 
 
+def test_text_without_a_whole_window(documents: Path) -> None:
+    data = PyDocs(str(documents), vocab_size=320, context=8)
+    shape: dict[str, Any] = {"depth": 1, "width": 8, "num_heads": 2, "context": 8}
+    task = LanguageModeling(DecoderSettings("tiny", 1, **shape), 320).eval()
+    names = ("anova", "similarity", "spectrum", "sublayers")
+    measures = GeometryMeasures(task, Chosen(names, (0,), "all", "sequence mean", 0.99), 320, samples=2)
+    inputs = torch.arange(16).view(2, 8)
+    targets = (inputs + 1).masked_fill(torch.arange(8) > 4, -100)
+    measures.update(inputs, targets, 0)
+    found = report(measures, Processes(), _pixels(data))
+    reason = "no window is predicted up to its end"
+    assert found.left_out == {"similarity": reason, "spectrum": reason, "sublayers": reason}
+    assert found.found.keys() == found.figures.keys() == {"anova"}
+    assert found.metrics.keys() == {"within_class", "between_class"}
+
 
 CALLBACK = "--trainer.callbacks+=TokenGeometry"
 
@@ -362,6 +378,21 @@ def test_measuring_while_training_does_not_disturb_it(
     for key in metrics.keys() - before.keys():
         assert list(logged[key]) == [10, 20]
         assert logged[key][20] == pytest.approx(metrics[key], rel=1e-6)
+
+
+def test_a_run_that_does_not_validate_is_measured_while_training(
+    fit: Callable[..., Any], tmp_path: Path, scalars: Callable[..., Any]
+) -> None:
+    chosen = ("--trainer.callbacks.every_n_epochs=1", "--trainer.callbacks.pictures=false")
+    dropping = ("--data.val_fraction=0", "--model.backbone.drop_path=0.5", "--trainer.max_epochs=1")
+    outcome = fit(tmp_path / "run", CALLBACK, *chosen, *dropping)
+    assert outcome.status == 0, outcome.err
+    record = read_record(tmp_path / "run")
+    assert record.evaluations["geometry"]["split"] == "test"
+    logged = {k: v for k, v in scalars(tmp_path / "run/tensorboard").items() if k.startswith("geometry/")}
+    assert len(logged) == 12
+    for key, values in logged.items():
+        assert values == {record.progress["step"]: pytest.approx(record.metrics[key], rel=1e-6)}
 
 
 def test_averaged_weights_are_measured_where_there_are_some(
