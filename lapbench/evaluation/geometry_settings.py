@@ -34,7 +34,6 @@ class GeometrySettings:
                 near = difflib.get_close_matches(measure, MEASURES, n=1)
                 hint = f" (did you mean {near[0]}?)" if near else ""
                 raise UserError(f"{where}.measures: expected some of {', '.join(MEASURES)}, got {measure!r}{hint}")
-        layers_are_good = self.layers in ("all", "last") or _numbers(self.layers)
         for setting, good, expected in (
             ("measures", self.measures is None or _distinct(self.measures), "different ones or null"),
             (
