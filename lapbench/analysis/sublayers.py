@@ -22,6 +22,7 @@ PerLayer = list[float | None]
 
 _STAGES = ("before_attention", "after_attention", "after_mlp")
 _OF_A_KIND = ("variance", "update_variance", "mean_shift")
+CPU_AT_ONCE = 512  # tokens
 _BLOCKS = (timm.models.vision_transformer.Block, timm.models.eva.EvaBlock, decoder_layers.Block)
 
 
@@ -108,21 +109,30 @@ class SublayerVariance(Metric):
             attended: Tokens after the attention sublayer, [B, T, D].
             after: Its output, [B, T, D].
         """
+        # On CPUs a few sequences at a time, which stay in a cache.
+        at_once = max(1, CPU_AT_ONCE // before.size(1)) if before.device.type == "cpu" else len(before)
         # Not in inference mode, whose tensors could not be added to outside of it.
         with torch.inference_mode(False), torch.no_grad():
-            centred, _ = _centred(before)
-            row = [centred.new_tensor(before[..., 0].numel())]
-            row += [_squares(centred), _squares(_centred(attended)[0]), _squares(_centred(after)[0])]
-            for kind in self._kinds:
-                if kind not in self._kinds_of_layers[layer]:
-                    row += [torch.zeros_like(row[0])] * len(_OF_A_KIND)
-                    continue
-                own, mean = _centred(self._parts[layer].update_of(kind, heads))
-                alone = _squares(own)
-                row += [_squares(own.add_(centred)), alone, _squares(mean) * own.size(1)]
+            row = torch.zeros_like(self.sums[layer])
+            for piece in zip(*(torch.split(x, at_once) for x in (before, heads, attended, after)), strict=True):
+                row += self._row(layer, *piece)
             rows = list(self.sums)
-            rows[layer] = rows[layer] + torch.stack(row)
+            rows[layer] = rows[layer] + row
             self.sums = torch.stack(rows)
+
+    def _row(self, layer: int, before: Tensor, heads: Tensor, attended: Tensor, after: Tensor) -> Tensor:
+        """What some sequences add to the row of ``sums``."""
+        centred, _ = _centred(before)
+        row = [centred.new_tensor(before[..., 0].numel())]
+        row += [_squares(centred), _squares(_centred(attended)[0]), _squares(_centred(after)[0])]
+        for kind in self._kinds:
+            if kind not in self._kinds_of_layers[layer]:
+                row += [torch.zeros_like(row[0])] * len(_OF_A_KIND)
+                continue
+            own, mean = _centred(self._parts[layer].update_of(kind, heads))
+            alone = _squares(own)
+            row += [_squares(own.add_(centred)), alone, _squares(mean) * own.size(1)]
+        return torch.stack(row)
 
     def compute(self) -> dict[str, PerLayer | dict[str, dict[str, PerLayer]]]:
         """What was measured, one number for each layer; None in layers that no pass went through.
