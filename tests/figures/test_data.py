@@ -85,9 +85,9 @@ def test_merge_keeps_the_order_and_refuses_mixtures() -> None:
 
 def test_groups_are_ordered_by_heads_then_name_with_references_last() -> None:
     base = sample("accuracy")["series"][0]
-    names = [("10L", 10.0), ("raw pixels", None), ("2L", 2.0), ("4L+2D0.5", 4.0), ("4L", 4.0), ("odd", None), ("0L", 0)]
-    series = [{**base, "label": n, "laplacian_heads": h, "reference": n == "raw pixels"} for n, h in names]
-    assert [g.label for g in grouped(series)] == ["0L", "2L", "4L", "4L+2D0.5", "10L", "odd", "raw pixels"]
+    names = [("10L", 10.0), ("untrained", 0.0), ("2L", 2.0), ("4L+2D0.5", 4.0), ("4L", 4.0), ("odd", None), ("0L", 0)]
+    series = [{**base, "label": n, "laplacian_heads": h, "reference": n == "untrained"} for n, h in names]
+    assert [g.label for g in grouped(series)] == ["0L", "2L", "4L", "4L+2D0.5", "10L", "odd", "untrained"]
 
 
 def test_curves_are_averaged_entry_by_entry_without_what_is_not_defined() -> None:
