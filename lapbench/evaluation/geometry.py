@@ -58,8 +58,8 @@ class TokenGeometry(Evaluation):
         layers: "all", "last", or numbers of blocks from 0.
         max_samples: The first samples of the split to take; null takes all.
         split: "val", "test", or "auto": the validation split where there is one, else the test split.
-        tokens: "all" of a sequence, as in the paper, or "patches" without class and register tokens: a class token is
-            far from the others, and the fewer there are, the more it adds to within_sequence.
+        tokens: "all" of a sequence, as in the paper, or "patches", without class and register tokens. ``sublayers``
+            counts all.
         unit: What stands for an image in ``collapse``: the "sequence mean" of these tokens or the "class token"; behind
             the norm that some models have between pooling and classifier.
         alpha: Fraction of the variance that k_alpha components hold.
