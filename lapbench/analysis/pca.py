@@ -104,7 +104,7 @@ class TokenPCA(Metric):
         """The ``n`` leading components of all tokens.
 
         Raises:
-            ValueError: Nothing was seen, or ``n`` is not from 1 to D.
+            ValueError: Nothing was seen, tokens with NaN or infinite numbers, or ``n`` is not from 1 to D.
         """
         tokens, features = float(self.scatter[0, 0]), self.scatter.size(1)
         if not tokens:
@@ -112,6 +112,8 @@ class TokenPCA(Metric):
         if not 1 <= n <= features:
             raise ValueError(f"expected 1 to {features} components, got {n}")
         scatter = self.scatter[2:]
+        if not scatter.isfinite().all():
+            raise ValueError(f"{type(self).__name__}: expected tokens of finite numbers, got NaN or infinity")
         values, vectors = torch.linalg.eigh(scatter)
         variances = values.flip(0)[:n].clamp(min=0) / tokens
         total = float(scatter.trace()) / tokens
@@ -134,11 +136,13 @@ def feature_maps(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
         [h, w, 3] float64 within [0, 1].
 
     Raises:
-        ValueError: The grid does not fit the number of patches.
+        ValueError: The grid does not fit the number of patches, or tokens with NaN or infinite numbers.
     """
     if tokens.ndim != 2 or math.prod(grid) != len(tokens) or not len(tokens):
         raise ValueError(f"expected [P, D] with P = {grid[0]} x {grid[1]} patches, got {list(tokens.shape)}")
     _, centred = _centred(tokens)
+    if not centred.isfinite().all():
+        raise ValueError("feature maps: expected tokens of finite numbers, got NaN or infinity")
     # The left singular vectors are the coordinates, of unit length: no D x D matrix.
     left, values, right = torch.linalg.svd(centred, full_matrices=False)
     n = min(3, len(values))

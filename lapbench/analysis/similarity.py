@@ -62,8 +62,10 @@ class WithinSequenceSimilarity(Metric):
         """The mean, within [-1, 1]; None where all sequences were of a single token.
 
         Raises:
-            ValueError: Nothing was seen.
+            ValueError: Nothing was seen, or tokens with NaN or infinite numbers.
         """
         if not self.sequences + self.single:
             raise ValueError(f"{type(self).__name__}: expected at least one sequence, got none")
+        if not self.total.isfinite():
+            raise ValueError(f"{type(self).__name__}: expected tokens of finite numbers, got NaN or infinity")
         return float(self.total / self.sequences) if self.sequences else None

@@ -19,7 +19,7 @@ def sequence_eigenvalues(tokens: Tensor) -> Tensor:
         [B, min(T, D)] float64, largest first, none below 0. Sequences of equal tokens have exact zeros.
 
     Raises:
-        ValueError: Sequences without tokens.
+        ValueError: Sequences without tokens, or tokens with NaN or infinite numbers.
     """
     if not tokens.size(1):
         raise ValueError("expected sequences of at least 1 token, got 0")
@@ -28,6 +28,8 @@ def sequence_eigenvalues(tokens: Tensor) -> Tensor:
     centred -= centred.mean(dim=1, keepdim=True)
     wide = tokens.size(1) < tokens.size(2)
     gram = centred @ centred.mT if wide else centred.mT @ centred
+    if not gram.isfinite().all():
+        raise ValueError("spectrum of tokens: expected finite numbers, got NaN or infinity")
     eigenvalues: Tensor = torch.linalg.eigvalsh(gram)
     return eigenvalues.flip(-1).clamp(min=0)
 
@@ -70,7 +72,8 @@ class TokenSpectrum(Metric):
     """Spectrum of the tokens of a sequence about their mean: mean and spread over sequences of each eigenvalue.
 
     Measures of section 4.2 of arXiv 2602.09297 (figures 7 and 10): the j-th largest eigenvalue of X~^T X~, averaged
-    over sequences, and k_alpha, the mean number of components that hold a fraction alpha of a sequence's variance.
+    over sequences, and k_alpha, the mean number of components that hold a fraction alpha of a sequence's variance
+    (the "singular value energy" of figure 10 too: eigenvalues, not their roots).
     Sequences with fewer than ``size`` eigenvalues have zeros for the rest, which they are. The state is 3 (size + 1)
     numbers in float64.
 
@@ -99,7 +102,7 @@ class TokenSpectrum(Metric):
         """Add sequences [B, T, D].
 
         Raises:
-            ValueError: Sequences without tokens, or with more than ``size`` eigenvalues.
+            ValueError: Sequences without tokens or with more than ``size`` eigenvalues, numbers that are not finite.
         """
         kept = min(tokens.shape[1:])
         if kept > self.size:

@@ -110,17 +110,16 @@ class SublayerVariance(Metric):
         """
         # Not in inference mode, whose tensors could not be added to outside of it.
         with torch.inference_mode(False), torch.no_grad():
-            centred = _centred(before)
+            centred, _ = _centred(before)
             row = [centred.new_tensor(before[..., 0].numel())]
-            row += [_squares(centred), _squares(_centred(attended)), _squares(_centred(after))]
+            row += [_squares(centred), _squares(_centred(attended)[0]), _squares(_centred(after)[0])]
             for kind in self._kinds:
                 if kind not in self._kinds_of_layers[layer]:
                     row += [torch.zeros_like(row[0])] * len(_OF_A_KIND)
                     continue
-                update = self._parts[layer].update_of(kind, heads)
-                mean = update.mean(dim=1, keepdim=True, dtype=torch.float64)
-                own = update - mean
-                row += [_squares(centred + own), _squares(own), _squares(mean) * update.size(1)]
+                own, mean = _centred(self._parts[layer].update_of(kind, heads))
+                alone = _squares(own)
+                row += [_squares(own.add_(centred)), alone, _squares(mean) * own.size(1)]
             rows = list(self.sums)
             rows[layer] = rows[layer] + torch.stack(row)
             self.sums = torch.stack(rows)
@@ -222,10 +221,11 @@ class _Watch:
         self.measure.update(self.layer, **passed, after=output.detach()[: self.sequences])
 
 
-def _centred(tokens: Tensor) -> Tensor:
-    """Tokens [B, T, D] less the mean of their sequence, in float64."""
-    # Promoted in the subtraction: no copy in float64 besides the result.
-    return tokens - tokens.mean(dim=1, keepdim=True, dtype=torch.float64)
+def _centred(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """In float64, tokens [B, T, D] less the means of their sequences, and these means, [B, 1, D]."""
+    wide = tokens.to(torch.float64, copy=True)
+    mean = wide.mean(dim=1, keepdim=True)
+    return wide.sub_(mean), mean
 
 
 def _squares(x: Tensor) -> Tensor:

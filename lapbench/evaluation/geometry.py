@@ -103,9 +103,10 @@ class TokenGeometry(Evaluation):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Says before training what would only be found out after it."""
         if stage == "fit":
-            data = trainer.datamodule  # type: ignore[attr-defined]
-            choose(self.settings, pl_module, data, type(self).__name__)
-            choose_split(data, self.settings.split, type(self).__name__)
+            s, data = self.settings, trainer.datamodule  # type: ignore[attr-defined]
+            choose(s, pl_module, data, type(self).__name__)
+            split = choose_split(data, s.split, type(self).__name__)
+            GeometryData(data, split, s.max_samples).predict_dataloader()
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Measures while training."""
@@ -121,12 +122,10 @@ class TokenGeometry(Evaluation):
         """Measures the run, and draws its figures."""
         run.data.setup()  # type: ignore[call-arg]
         data, measures, skipped = self._prepare(run.task, run.data, run.outer)
-        module = _Reading(measures, data)
-        run.trainer().predict(module, datamodule=data, return_predictions=False)
+        self._pass(run, measures, data, second=False)
         measures.start_mismatch()
         if measures.needs_second_pass:
-            module.second = True
-            run.trainer().predict(module, datamodule=data, return_predictions=False)
+            self._pass(run, measures, data, second=True)
         found = report(measures, Processes.of(run.outer), _pixels(run.data))
         if run.outer.is_global_zero:
             self._draw(found, run)
@@ -141,6 +140,11 @@ class TokenGeometry(Evaluation):
             "left_out": {**skipped, **found.left_out},
             "figures": sorted(found.figures),
         }
+
+    def _pass(self, run: FinishedTraining, measures: GeometryMeasures, data: GeometryData, second: bool) -> None:
+        run.trainer().predict(_Reading(measures, data, second), datamodule=data, return_predictions=False)
+        # The trainer leaves them on the CPU, where processes on GPUs cannot merge them.
+        measures.to(run.outer.strategy.root_device)
 
     def _draw(self, found: GeometryReport, run: FinishedTraining) -> None:
         folder = figures_folder(run.folder.parents[1], self.name)
@@ -221,9 +225,9 @@ def figures_folder(run: Path, name: str = NAME) -> Path:
 class _Reading(pl.LightningModule):
     """A pass over the data. The backbone is no module of it: it stays as and where it is."""
 
-    def __init__(self, measures: GeometryMeasures, data: GeometryData) -> None:
+    def __init__(self, measures: GeometryMeasures, data: GeometryData, second: bool) -> None:
         super().__init__()
-        self.measures, self.second = measures, False
+        self.measures, self.second = measures, second
         self._data, self._starts = (data,), list[int]()
 
     def on_predict_start(self) -> None:

@@ -34,9 +34,14 @@ class GeometrySettings:
                 near = difflib.get_close_matches(measure, MEASURES, n=1)
                 hint = f" (did you mean {near[0]}?)" if near else ""
                 raise UserError(f"{where}.measures: expected some of {', '.join(MEASURES)}, got {measure!r}{hint}")
+        layers_are_good = self.layers in ("all", "last") or _numbers(self.layers)
         for setting, good, expected in (
             ("measures", self.measures is None or _distinct(self.measures), "different ones or null"),
-            ("layers", self.layers in ("all", "last") or _numbers(self.layers), "all, last or different numbers from 0"),
+            (
+                "layers",
+                self.layers in ("all", "last") or _numbers(self.layers),
+                "all, last or different numbers from 0",
+            ),
             ("max_samples", self.max_samples is None or self.max_samples >= 1, "at least 1 or null"),
             ("alpha", 0 < self.alpha < 1, "0 < value < 1"),
             ("every_n_epochs", self.every_n_epochs is None or self.every_n_epochs >= 1, "at least 1 or null"),

@@ -96,6 +96,9 @@ def test_numbers_of_components() -> None:
     for n in (0, 5):
         with pytest.raises(ValueError, match=f"expected 1 to 4 components, got {n}"):
             metric.compute(n)
+    metric.update(torch.full((1, 4), torch.nan))
+    with pytest.raises(ValueError, match="TokenPCA: expected tokens of finite numbers"):
+        metric.compute(2)
 
 
 @pytest.mark.parametrize("features", [5, 40])
@@ -118,3 +121,5 @@ def test_feature_maps_are_grey_where_nothing_varies() -> None:
     assert line[..., 1:].unique().tolist() == [0.5]
     with pytest.raises(ValueError, match=r"P = 2 x 2 patches, got \[6, 8\]"):
         feature_maps(torch.randn(6, 8), (2, 2))
+    with pytest.raises(ValueError, match="feature maps: expected tokens of finite numbers"):
+        feature_maps(torch.full((6, 8), torch.inf), (2, 3))

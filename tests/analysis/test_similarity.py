@@ -75,3 +75,11 @@ def test_the_metric_of_single_tokens_is_none_and_of_nothing_an_error() -> None:
         metric.compute()
     metric.update(torch.ones(2, 1, 4))
     assert metric.compute() is None
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_numbers_that_are_not_finite_are_refused(bad: float) -> None:
+    metric = WithinSequenceSimilarity()
+    metric.update(torch.tensor([[[bad, 1.0], [1.0, 2.0]]]))
+    with pytest.raises(ValueError, match="WithinSequenceSimilarity: expected tokens of finite numbers"):
+        metric.compute()

@@ -66,6 +66,15 @@ def test_eigenvalues_and_k_alpha_are_those_of_numpy(shape: tuple[int, ...], dtyp
     assert_alike(spectrum(tokens, size=size, alpha=0.5), naive(list(tokens), size, 0.5))
 
 
+@pytest.mark.parametrize("shape", [(2, 6, 11), (2, 11, 6)])
+def test_the_smaller_gram_matrix_is_taken(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    eigvalsh = torch.linalg.eigvalsh
+    monkeypatch.setattr(torch.linalg, "eigvalsh", lambda gram: sizes.append(gram.shape) or eigvalsh(gram))
+    sequence_eigenvalues(decaying(*shape))
+    assert sizes == [(2, 6, 6)]
+
+
 def test_shorter_sequences_have_zeros_for_the_rest() -> None:
     batches = [decaying(3, 8, 6), decaying(2, 4, 6), decaying(0, 8, 6), decaying(2, 1, 6)]
     sequences = [sequence for batch in batches[:2] for sequence in batch]
@@ -112,6 +121,8 @@ def test_nothing_seen_and_settings_out_of_range() -> None:
         metric.compute()
     with pytest.raises(ValueError, match="at least 1 token, got 0"):
         metric.update(torch.ones(2, 0, 4))
+    with pytest.raises(ValueError, match="expected finite numbers, got NaN or infinity"):
+        metric.update(torch.full((1, 4, 4), torch.inf))
     for size, alpha in ((0, 0.5), (4, 0), (4, 1)):
         with pytest.raises(ValueError, match="size of at least 1 and alpha above 0 and below 1"):
             TokenSpectrum(size, alpha)

@@ -229,6 +229,16 @@ def test_passes_that_stop_early_and_other_dtypes() -> None:
     assert_equal(measured(backbone.bfloat16(), inputs), whole, rel=0.1)
 
 
+def test_sequences_that_only_fill_up_a_batch_do_not_count(backbone: Backbone) -> None:
+    inputs = batch(backbone, 7)
+    measure = SublayerVariance(backbone)
+    with torch.no_grad():
+        for first, last, count in ((0, 5, 3), (3, 7, 2), (0, 2, 0)):
+            with measure.watching(count):
+                backbone(inputs[first:last])
+    assert_equal(measure.compute(), measured(backbone, inputs[:5]), rel=1e-6)
+
+
 def test_sums_do_not_depend_on_an_offset_nor_on_the_dtype_of_tokens() -> None:
     backbone = build("tiny", "1L")
     generator = torch.Generator().manual_seed(2)

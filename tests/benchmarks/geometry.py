@@ -1,10 +1,11 @@
-"""What measuring token geometry costs: analysis of variance of a language model's tokens, and spectra."""
+"""What measuring token geometry costs: all measures of images, a language model's analysis of variance, spectra."""
 
 import time
 from collections.abc import Iterator
 
 from tests.benchmarks.timing import Result, paired_ratio
 
+IMAGES, BATCH, CLASSES = 256, 32, 1000
 VOCAB, CONTEXT = 65536, 2048
 
 
@@ -15,11 +16,49 @@ def results() -> Iterator[Result]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
+        yield _images()
         yield _language()
         yield _state()
         yield _spectra()
     finally:
         torch.set_num_threads(threads)
+
+
+def _images() -> Result:
+    """All measures on all layers of ViT-S/16, from the images to the numbers, against the forward pass alone."""
+    import lightning.pytorch as pl
+    import torch
+
+    from lapbench.backbones import build_backbone
+    from lapbench.evaluation.geometry_measures import MEASURES, Chosen, GeometryMeasures
+    from lapbench.evaluation.geometry_report import report
+    from lapbench.evaluation.processes import Processes
+
+    torch.manual_seed(0)
+    task = pl.LightningModule()
+    task.backbone = model = build_backbone("vit_small_patch16_224", 3).eval()
+    chosen = Chosen(MEASURES, tuple(range(model.num_layers)), "all", "sequence mean", 0.99)
+    images, labels = torch.randn(IMAGES, 3, 224, 224), torch.randint(CLASSES, (IMAGES,))
+
+    @torch.inference_mode()
+    def forward() -> None:
+        for batch in torch.split(images, BATCH):
+            model(batch)
+
+    @torch.inference_mode()
+    def measure() -> None:
+        measures = GeometryMeasures(task, chosen, CLASSES, IMAGES)
+        for start in range(0, IMAGES, BATCH):
+            rows = slice(start, start + BATCH)
+            measures.update(images[rows], labels[rows], start)
+        measures.start_mismatch()
+        found = report(measures, Processes())
+        assert set(found.figures) >= {"anova", "spectrum", "collapse", "sublayers"}, found.left_out
+
+    # One pair: it takes minutes of CPU time, in which noise averages out.
+    ratio = paired_ratio(measure, forward, 1, warmup=0, clock=time.process_time)
+    detail = f"CPU time, ViT-S/16, 224 px, {IMAGES} images, {model.num_layers} layers, {CLASSES} classes"
+    return Result("token geometry, all measures / forward pass", ratio, 1.5, True, detail)
 
 
 def _language() -> Result:

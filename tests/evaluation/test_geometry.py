@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging
 import multiprocessing
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,11 @@ from lapbench.backbones import DecoderSettings, VisionSettings
 from lapbench.datamodules import Digits, PyDocs
 from lapbench.evaluation import TokenGeometry, geometry_measures
 from lapbench.evaluation.after_fit import AfterFit, join_processes
-from lapbench.evaluation.geometry_measures import GeometryMeasures
+from lapbench.evaluation.geometry import _pixels
+from lapbench.evaluation.geometry_measures import Chosen, GeometryMeasures
+from lapbench.evaluation.geometry_report import report
+from lapbench.evaluation.processes import Processes
 from lapbench.figures import load_figure
-from lapbench.results.record import read_record
 from lapbench.tasks import DINO, FrozenBackbone, ImageClassification, LanguageModeling
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # Lightning's own use of torch
@@ -172,9 +173,7 @@ def test_every_measure_is_that_of_all_tokens_at_once(
     check_pictures(tmp_path, task, tokens[2], every[2], labels, keys)
 
 
-def check_pictures(
-    folder: Path, task: Any, tokens: Tensor, every: Tensor, labels: Tensor, keys: list[str]
-) -> None:
+def check_pictures(folder: Path, task: Any, tokens: Tensor, every: Tensor, labels: Tensor, keys: list[str]) -> None:
     pca = TokenPCA(16)
     pca.update(tokens)
     components = pca.compute(2)
@@ -345,54 +344,17 @@ def test_a_language_model(documents: Path, tmp_path: Path) -> None:
     assert section["figures"] == ["anova", "similarity", "spectrum", "sublayers"]
 
 
-
-CALLBACK = "--trainer.callbacks+=TokenGeometry"
-
-
-def test_measuring_while_training_does_not_disturb_it(
-    fit: Callable[..., Any], finished: Path, tmp_path: Path, scalars: Callable[..., Any]
-) -> None:
-    chosen = ("--trainer.callbacks.every_n_epochs=1", "--trainer.callbacks.pictures=false")
-    assert fit(tmp_path / "run", CALLBACK, *chosen).status == 0
-    metrics, before = read_record(tmp_path / "run").metrics, read_record(finished).metrics
-    for key in ("train/loss_epoch", "val/loss", "test/loss"):
-        assert metrics[key] == before[key]
-    logged = scalars(tmp_path / "run/tensorboard")
-    assert len(metrics.keys() - before.keys()) == 12
-    for key in metrics.keys() - before.keys():
-        assert list(logged[key]) == [10, 20]
-        assert logged[key][20] == pytest.approx(metrics[key], rel=1e-6)
-
-
-def test_averaged_weights_are_measured_where_there_are_some(
-    fit: Callable[..., Any], tmp_path: Path, scalars: Callable[..., Any]
-) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    chosen = ("--trainer.callbacks.every_n_epochs=2", '--trainer.callbacks.measures=["similarity"]')
-    outcome = fit(tmp_path / "run", CALLBACK, *chosen, "--model.ema_decay=0.9")
-    assert outcome.status == 0, outcome.err
-    logged = scalars(tmp_path / "run/tensorboard")["geometry/similarity"]
-    expected = read_record(tmp_path / "run").metrics["geometry/similarity"]
-    assert logged == {20: pytest.approx(expected, rel=1e-6)}
-    events = EventAccumulator(str(tmp_path / "run/tensorboard"))
-    events.Reload()
-    assert [image.step for image in events.Images("geometry/similarity")] == [20]
-    pictures = sorted(file.name for file in (tmp_path / "run/figures").iterdir())
-    assert pictures == ["similarity.json", "similarity.png", "similarity.svg"]
-
-
-def test_it_is_repeated_when_it_was_stopped(
-    finished: Path, with_evaluations: Callable[..., Path], again: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen = {"measures": ["anova"], "pictures": False}
-    run = with_evaluations(finished, ("lapbench.evaluation.TokenGeometry", chosen))
-    with monkeypatch.context() as patch:
-        patch.setattr(GeometryMeasures, "update", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        assert again(run).status != 0
-    assert read_record(run).evaluations == {}
-    assert not (run / "figures").exists()
-    assert again(run).status == 0
-    section = read_record(run).evaluations["geometry"]
-    assert (section["split"], section["samples"], section["figures"]) == ("val", 40, ["anova"])
-    assert (run / "figures/anova.json").is_file()
+def test_text_without_a_whole_window(documents: Path) -> None:
+    data = PyDocs(str(documents), vocab_size=320, context=8)
+    shape: dict[str, Any] = {"depth": 1, "width": 8, "num_heads": 2, "context": 8}
+    task = LanguageModeling(DecoderSettings("tiny", 1, **shape), 320).eval()
+    names = ("anova", "similarity", "spectrum", "sublayers")
+    measures = GeometryMeasures(task, Chosen(names, (0,), "all", "sequence mean", 0.99), 320, samples=2)
+    inputs = torch.arange(16).view(2, 8)
+    targets = (inputs + 1).masked_fill(torch.arange(8) > 4, -100)
+    measures.update(inputs, targets, 0)
+    found = report(measures, Processes(), _pixels(data))
+    reason = "no window is predicted up to its end"
+    assert found.left_out == {"similarity": reason, "spectrum": reason, "sublayers": reason}
+    assert found.found.keys() == found.figures.keys() == {"anova"}
+    assert found.metrics.keys() == {"within_class", "between_class"}

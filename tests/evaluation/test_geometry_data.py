@@ -111,8 +111,6 @@ def test_three_classes_that_depend_on_nothing_but_their_number() -> None:
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_images_as_png(channels: int) -> None:
-    import base64
-    import io
 
     values = torch.arange(channels * 6).view(channels, 2, 3) * 14
     with Image.open(io.BytesIO(base64.b64decode(png(values / 255)))) as image:

@@ -109,7 +109,7 @@ def test_the_split() -> None:
     held_out, none = Digits(val_fraction=0.5), Digits()
     assert [choose_split(held_out, split, "") for split in ("auto", "val", "test")] == ["val", "val", "test"]
     assert [choose_split(none, split, "") for split in ("auto", "test")] == ["test", "test"]
-    with pytest.raises(UserError, match="T.split val: Digits has no validation split: measure split test"):
+    with pytest.raises(UserError, match=r"T\.split val: Digits has no validation split: measure split test"):
         choose_split(none, "val", "T")
 
 

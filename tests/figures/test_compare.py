@@ -204,7 +204,7 @@ def test_runs_that_do_not_belong_together_are_named(sweep: Path, lapbench: Comma
     )
     add(tmp_path / "again", "2L", 0)
     message = refused(lapbench("compare", sweep, tmp_path / "again"))
-    assert message.startswith("two runs of 2L with seed 0: ")
+    assert message.startswith("two runs of 2L on Digits with seed 0: ")
 
 
 def test_no_figures_at_all(tmp_path: Path, lapbench: Command) -> None:
