@@ -70,7 +70,14 @@ for arguments in json.loads(sys.argv[1]):
 print(json.dumps([before.getvalue(), loaded]))
 """
     commands = (
-        *(["--help"], ["--version"], ["table", str(records)], ["table", "--help"], ["sweep", "--help"]),
+        *(
+            ["--help"],
+            ["--version"],
+            ["table", str(records)],
+            ["table", "--help"],
+            ["compare", "--help"],
+            ["sweep", "--help"],
+        ),
         *(["sweep", "quickstart", "--dry-run"], ["data", "--help"], ["data", "cifar10", "--help"]),
     )
     done = python(code, json.dumps(commands), *HEAVY, cwd=records)

@@ -5,7 +5,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from lapbench.errors import ArgumentParser, UserError
@@ -24,16 +24,6 @@ from lapbench.results.table import load_directory
 FOLDER = "figures"
 """Of the figures, in the folder of a run, and of a comparison."""
 MOST_NAMED = 5
-
-
-@dataclass(frozen=True)
-class Compared:
-    """The runs of one data set, and the data of their figures by name."""
-
-    runs: list[Run]
-    figures: dict[str, Figures]
-    without: list[Path]
-    """Folders of the runs that have no figures."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -66,12 +56,14 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     wanted = _names(arguments.figures)
     records, plans = _load(arguments.directories)
-    compared = compare(records, plans, arguments.metric, arguments.stage, wanted)
     out = arguments.out or _default_out(arguments.directories)
-    written = [path for name, data in compared.figures.items() for path in save_figure(out, name, data)]
-    emit("".join(f"{path}\n" for path in written))
-    if "anova" in compared.figures:
-        emit("\n" + anova_table(compared.figures["anova"]))
+    if own := [record.folder for record in records if record.folder and record.folder / FOLDER == out.resolve()]:
+        raise UserError(f"{out} holds the figures of the run {own[0]}: expected another folder after --out")
+    figures = compare(records, plans, arguments.metric, arguments.stage, wanted)
+    for name, data in figures.items():
+        emit("".join(f"{path}\n" for path in save_figure(out, name, data)))
+    if "anova" in figures:
+        emit("\n" + anova_table(figures["anova"]))
     return 0
 
 
@@ -81,8 +73,8 @@ def compare(
     metric: str | None = None,
     stage: str | None = None,
     wanted: Sequence[str] = (),
-) -> Compared:
-    """The figures of the finished and unfinished runs, merged, and that of a metric of the finished ones.
+) -> dict[str, Figures]:
+    """The data of each figure: those that the runs have, merged, and "accuracy", from the records of finished runs.
 
     Args:
         records: from `lapbench.results.load_records`.
@@ -117,7 +109,7 @@ def compare(
         )
     if missing := [name for name in wanted if name not in figures]:
         raise UserError(f"no run has the figure {missing[0]}: there are {', '.join(figures) or 'none'}")
-    return Compared(runs, {name: data for name, data in figures.items() if not wanted or name in wanted}, without)
+    return {name: data for name, data in figures.items() if not wanted or name in wanted}
 
 
 def _names(text: str | None) -> list[str]:
@@ -203,7 +195,7 @@ def _stage_with_figures(records: Sequence[Record], plans: Mapping[Path, Plan]) -
 def _figures_of(run: Run) -> dict[str, Figures]:
     """What ``lapbench analyze`` wrote into the run's folder, under the run's name in tables."""
     found = {}
-    for name in FIELDS:
+    for name in FIELDS.keys() - {"accuracy"}:  # which is made from records
         path = run.folder / FOLDER / f"{name}.json"
         if not path.exists():
             continue

@@ -33,9 +33,7 @@ def draw_feature_maps(data: Figures) -> "Figure":
     columns = 1 + len(groups)
     width = COLUMN if columns <= 4 else PAGE
     side = min(1.1, width / columns)
-    figure = new_figure(
-        width if columns * side > 2 else COLUMN, (side - 0.03) * len(keys) + (0.4 if left_out else 0.22)
-    )
+    figure = new_figure(columns * side, (side - 0.03) * len(keys) + (0.4 if left_out else 0.22))
     panels = figure.subplots(len(keys), columns, squeeze=False)
     for row, key in zip(panels, keys, strict=True):
         _picture(row[0], _image(groups[0], key), "gray")

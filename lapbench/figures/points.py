@@ -68,7 +68,8 @@ def draw_accuracy(data: Figures) -> "Figure":
     axes.set_xlabel(head_axis(places))
     split = split_of(metric)
     axes.set_ylabel(f"{split + ' ' if split in SPLITS else ''}{kind.title}{kind.unit}")
-    note(figure, f"dots: single seeds; {seeds_note(places, 'whiskers')}")
+    several = any(len(group.members) > 1 for group in places)
+    note(figure, f"{'dots: single seeds; ' if several else ''}{seeds_note(places, 'whiskers')}")
     legend_below(figure, handles, labels)
     return figure
 
