@@ -66,7 +66,7 @@ class _AnswerAttention(TorchFunctionMode):
     ) -> Tensor:
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, is_causal=is_causal, **others)
         mix = partial(combine_heads, kinds=self.kinds, learned=self.learned, attn_mask=attn_mask, is_causal=is_causal)
-        mixed = mix(attended, value, overwrite=True)
+        mixed = mix(attended, value)
         if self.lean and worth_recomputing(mixed):
             # Autograd keeps P V for the attention's gradient; it would keep the mixture too, for the projection's.
             self.mixed = mixed

@@ -9,14 +9,13 @@ from torch import Tensor
 Groups = Sequence[tuple[float, float, int]]
 
 
-def blend(attended: Tensor, value: Tensor, groups: Groups, overwrite: bool = False) -> Tensor:
+def blend(attended: Tensor, value: Tensor, groups: Groups) -> Tensor:
     """a V + b P V, differentiable any number of times.
 
     Args:
         attended: P V, [B, H, T, d_h].
         value: V, [B, H, T, d_h].
         groups: (a, b, number of heads) for each run of heads, H heads in all.
-        overwrite: Whether ``attended`` may be overwritten where gradients are off.
 
     Returns:
         [B, H, T, d_h], in the memory layout of [B, T, H, d_h].
@@ -24,8 +23,7 @@ def blend(attended: Tensor, value: Tensor, groups: Groups, overwrite: bool = Fal
     if torch.compiler.is_compiling():
         return _blend_pointwise(attended, value, groups)
     if not torch.is_grad_enabled():  # what apply does besides takes longer than the heads of a few tokens
-        in_place = overwrite and attended.transpose(1, 2).is_contiguous()
-        return _blend_(attended if in_place else _copy(attended), value, groups)
+        return _Blend.forward(attended, value, groups)
     blended: Tensor = _Blend.apply(attended, value, tuple(groups))
     return blended
 
@@ -51,7 +49,20 @@ class _Blend(torch.autograd.Function):
 
     @staticmethod
     def forward(attended: Tensor, value: Tensor, groups: Groups) -> Tensor:
-        return _blend_(_copy(attended), value, groups)
+        # In the memory layout of [B, T, H, d_h]; torch.vmap takes no out=.
+        out = torch.empty_like(attended.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+        sizes = [n for *_, n in groups]
+        for (a, b, _), *parts in zip(
+            groups, *(torch.split(t, sizes, dim=1) for t in (out, attended, value)), strict=True
+        ):
+            part, from_attended, from_value = parts
+            if a == 1 and b != 0:
+                part.copy_(from_value).add_(from_attended, alpha=b)
+            else:
+                _scale(from_attended, b, part)
+                if a:
+                    part.add_(from_value, alpha=a)
+        return out
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -64,35 +75,21 @@ class _Blend(torch.autograd.Function):
         return _scaled(grad, [(b, n) for _, b, n in groups]), _scaled(grad, [(a, n) for a, _, n in groups]), None
 
 
-def _copy(x: Tensor) -> Tensor:
-    """x [B, H, T, d_h] in the memory layout of [B, T, H, d_h]."""
-    return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
-
-
-def _blend_(attended: Tensor, value: Tensor, groups: Groups) -> Tensor:
-    """In place where heads are no attention heads: few and long loops, and torch.vmap takes no ``out=``."""
-    first = 0
-    for a, b, n in groups:
-        if (a, b) != (0, 1):
-            part = _scale_(attended.narrow(1, first, n), b)
-            if a:
-                part.add_(value.narrow(1, first, n), alpha=a)
-        first += n
-    return attended
-
-
 def _scaled(x: Tensor, groups: Sequence[tuple[float, int]]) -> Tensor:
     """x [B, H, T, d_h], each run of heads multiplied by its number; x itself where nothing changes."""
     if all(factor == 1 for factor, _ in groups):
         return x
-    out = x.clone()  # no view: autograd adds to it in place
-    first = 0
-    for factor, n in groups:
-        if factor != 1:
-            _scale_(out.narrow(1, first, n), factor)
-        first += n
+    out = torch.empty_like(x)  # no view of another tensor, so that autograd adds the other gradient in place
+    sizes = [n for _, n in groups]
+    for (factor, _), part, scaled in zip(groups, *(torch.split(t, sizes, dim=1) for t in (x, out)), strict=True):
+        _scale(part, factor, scaled)
     return out
 
 
-def _scale_(x: Tensor, factor: float) -> Tensor:
-    return x.zero_() if factor == 0 else x.neg_() if factor == -1 else x.mul_(factor)
+def _scale(x: Tensor, factor: float, out: Tensor) -> None:
+    if factor == 0:
+        out.zero_()
+    elif factor == 1:
+        out.copy_(x)
+    else:
+        out.copy_(x).mul_(factor)

@@ -44,7 +44,7 @@ def mix_heads(
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale
     )
-    return combine_heads(out, value, kinds, learned=learned, attn_mask=attn_mask, is_causal=is_causal, overwrite=True)
+    return combine_heads(out, value, kinds, learned=learned, attn_mask=attn_mask, is_causal=is_causal)
 
 
 def combine_heads(
@@ -56,7 +56,6 @@ def combine_heads(
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
     average: Tensor | None = None,
-    overwrite: bool = False,
 ) -> Tensor:
     """The second half of ``mix_heads``: a V + b P V + c C V from P V.
 
@@ -65,14 +64,13 @@ def combine_heads(
         value: V, [B, H, T, d_h].
         kinds: As for ``mix_heads``, like the other arguments and the result.
         average: C V, [B, H, T, d_h], where the caller knows it (see ``needs_average``); else it comes from the mask.
-        overwrite: Whether ``attended`` may be overwritten where gradients are off.
     """
     groups = _group(kinds)
     if all(kind == ATTENTION for kind, _ in groups):
         return attended
     sizes = [n for _, n in groups]
     if not needs_average(kinds):
-        return blend(attended, value, [(kind.a, kind.b, n) for kind, n in groups], overwrite)
+        return blend(attended, value, [(kind.a, kind.b, n) for kind, n in groups])
     # Splits rather than slices: their gradient is one concatenation, not a zero-filled copy for each group.
     # Work on [B, T, H, d_h], the layout in which the fused kernels write, so that the result needs no transposing copy.
     attended_parts = torch.split(attended.transpose(1, 2), sizes, dim=2)
