@@ -189,18 +189,22 @@ class _Parts(NamedTuple):
         return update if gamma is None else gamma * update
 
 
-def _parts(backbone: VisionBackbone | Decoder) -> list[_Parts]:
+def sublayers_left_out(backbone: VisionBackbone | Decoder) -> str | None:
+    """Why a backbone's sublayers cannot be measured, None if they can."""
     blocks = list(getattr(backbone, "blocks", ()))
-    where = f"sublayers of {type(backbone).__name__}"
     if not blocks:
-        raise UserError(f"{where}: expected a transformer, this backbone has no blocks: leave this measure out")
-    parts = []
-    for i, (block, kinds) in enumerate(zip(blocks, backbone.schedule.layers, strict=True)):
+        return f"{type(backbone).__name__} has no blocks"
+    for i, block in enumerate(blocks):
         if not isinstance(block, _BLOCKS):
-            raise UserError(
-                f"{where}, block {i}: expected one whose attention adds to the tokens without a norm in between "
-                f"(timm's Block or EvaBlock, a decoder's), got {type(block).__name__}: leave this measure out"
-            )
+            return f"block {i} is a {type(block).__name__}, which normalises what its heads add together"
+    return None
+
+
+def _parts(backbone: VisionBackbone | Decoder) -> list[_Parts]:
+    if reason := sublayers_left_out(backbone):
+        raise UserError(f"sublayers: {reason}; leave this measure out")
+    parts = []
+    for block, kinds in zip(backbone.blocks, backbone.schedule.layers, strict=True):  # type: ignore[arg-type]
         post_norm = getattr(block, "post_norm", False)
         projection = block.attn.o_proj if isinstance(backbone, Decoder) else block.attn.proj
         assert isinstance(projection, nn.Linear)

@@ -14,7 +14,7 @@ from lapbench.analysis.collapse import NearestMeanMismatch, NeuralCollapse
 from lapbench.analysis.pca import TokenPCA
 from lapbench.analysis.similarity import WithinSequenceSimilarity
 from lapbench.analysis.spectrum import TokenSpectrum
-from lapbench.analysis.sublayers import SublayerVariance
+from lapbench.analysis.sublayers import SublayerVariance, sublayers_left_out
 from lapbench.backbones import Decoder, Pixels, VisionBackbone
 from lapbench.datamodules.text import IGNORED
 from lapbench.evaluation.features import AT_ONCE
@@ -56,8 +56,8 @@ def left_out(task: pl.LightningModule, num_classes: int, layers: Sequence[int]) 
         no_label = "text has no label for a whole sequence"
         return {**dict.fromkeys(("collapse", "pca", "simplex"), no_label), "feature_maps": "text has no patches"}
     reasons = {}
-    if isinstance(backbone, Pixels):
-        reasons["sublayers"] = "raw pixels have no blocks"
+    if reason := sublayers_left_out(backbone):
+        reasons["sublayers"] = reason
     if backbone.embed_dim < 2:
         reasons["pca"] = "it shows two components, tokens have one feature"
     if classifier_of(task) is None:

@@ -325,10 +325,10 @@ def test_two_processes_give_the_result_of_one(tmp_path: Path) -> None:
 
 
 def test_backbones_that_have_no_such_sublayers_are_refused() -> None:
-    with pytest.raises(UserError, match=r"sublayers of Pixels: expected a transformer, this backbone has no blocks"):
+    with pytest.raises(UserError, match=r"sublayers: Pixels has no blocks; leave this measure out"):
         SublayerVariance(build_backbone("pixels", patch_size=4, num_classes=0))
     normalised = build_backbone("vit_base_patch16_rpn_224", 1, **SIZES)
-    with pytest.raises(UserError, match=r"sublayers of ViTBackbone, block 0: .*, got ResPostBlock: leave this measure"):
+    with pytest.raises(UserError, match=r"sublayers: block 0 is a ResPostBlock, which normalises what its heads add together"):
         SublayerVariance(normalised)
 
 

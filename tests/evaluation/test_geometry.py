@@ -290,7 +290,7 @@ def test_backbones_without_a_classifier(few_digits: Path, tmp_path: Path) -> Non
         folder = tmp_path / f"{name}{layers}"
         section = measured(task, data, folder, max_samples=20)
         assert section["left_out"].pop("simplex") == f"{name} {no_classifier}"
-        assert section["left_out"] == ({"sublayers": "raw pixels have no blocks"} if task is pixels else {})
+        assert section["left_out"] == ({"sublayers": "Pixels has no blocks"} if task is pixels else {})
         assert section["layers"] == list(range(layers))
         assert section["collapse"]["nc1"][-1] > 0
         assert section["collapse"]["nc3"] == section["collapse"]["nc4"] == [None] * layers

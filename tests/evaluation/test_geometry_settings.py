@@ -73,11 +73,11 @@ def test_measures_that_do_not_apply_are_explained_unless_they_are_asked_for() ->
     found, reasons = chosen(pixels, Digits())
     assert found.measures == ("anova", "similarity", "spectrum", "collapse", "feature_maps")
     assert reasons == {
-        "sublayers": "raw pixels have no blocks",
+        "sublayers": "Pixels has no blocks",
         "pca": "it shows two components, tokens have one feature",
         "simplex": "FrozenBackbone has no linear classifier",
     }
-    with pytest.raises(UserError, match="measures: sublayers does not apply: raw pixels have no blocks"):
+    with pytest.raises(UserError, match="measures: sublayers does not apply: Pixels has no blocks"):
         chosen(pixels, Digits(), measures=["anova", "sublayers"])
     classification = ImageClassification(vision(), num_classes=10)
     assert chosen(classification, Digits())[1] == {}
