@@ -328,7 +328,7 @@ def test_backbones_that_have_no_such_sublayers_are_refused() -> None:
     with pytest.raises(UserError, match=r"sublayers: Pixels has no blocks; leave this measure out"):
         SublayerVariance(build_backbone("pixels", patch_size=4, num_classes=0))
     normalised = build_backbone("vit_base_patch16_rpn_224", 1, **SIZES)
-    with pytest.raises(UserError, match=r"sublayers: block 0 is a ResPostBlock, which normalises what its heads add together"):
+    with pytest.raises(UserError, match=r"sublayers: block 0 is a ResPostBlock, which normalises what"):
         SublayerVariance(normalised)
 
 
