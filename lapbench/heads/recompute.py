@@ -13,7 +13,8 @@ LEAST_BYTES = 2**20
 
 def worth_recomputing(tensor: Tensor) -> bool:
     """Whether a tensor is large, and autograd, not the compiler, decides what to keep of it."""
-    return tensor.nbytes >= LEAST_BYTES and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    # The compiler first: it knows no size in bytes where shapes vary.
+    return not torch.compiler.is_compiling() and torch.is_grad_enabled() and tensor.nbytes >= LEAST_BYTES
 
 
 def shares_memory(tensor: Tensor, other: Tensor) -> bool:

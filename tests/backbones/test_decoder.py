@@ -294,7 +294,7 @@ def test_compiled_models_are_the_eager_ones(architecture: str) -> None:
     results = []
     for compiled in (False, True):
         model = small(MIXED[:1], **ARCHITECTURES[architecture], depth=1)  # compiling takes seconds for each block
-        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        run = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True) if compiled else model
         logits = run(tokens)
         torch.autograd.backward(logits.square().mean())
         results.append([logits, *(p.grad for p in model.parameters())])
