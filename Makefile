@@ -34,9 +34,11 @@ table2: $(READY) ## Train and print Table 2: d20 language models on FineWeb-Edu 
 table3: $(READY) ## Train and print Table 3: DINO on ImageNet, linear probe, k-NN, ADE20K (needs the data, and GPUs)
 	$(BIN)/lapbench sweep table3
 
-figures: $(READY) ## Draw the token geometry of the three small sweeps, after training what is missing of them
+figures: $(READY) ## Draw the token geometry of the small sweeps, after training what is missing of them
 	$(BIN)/lapbench sweep quickstart --jobs $(JOBS)
 	$(BIN)/lapbench compare runs/quickstart
+	$(BIN)/lapbench sweep geometry_tiny --jobs $(JOBS)
+	$(BIN)/lapbench compare runs/geometry_tiny
 	$(BIN)/lapbench sweep language_tiny --jobs $(JOBS)
 	$(BIN)/lapbench compare runs/language_tiny
 	$(BIN)/lapbench sweep ssl_tiny --jobs $(JOBS)

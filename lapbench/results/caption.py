@@ -95,7 +95,7 @@ def _did(evaluation: str, section: Mapping[str, Any]) -> str:
         k = f", k = {settings['report_k']}" if "report_k" in settings else ""
         return f"weighted nearest neighbours of frozen features {on}".strip() + k
     if evaluation == "geometry":
-        return f"tokens {on}".strip()
+        return f"tokens on the {section['split']} split" if "split" in section else ""
     if evaluation == "segmentation":
         return f"a head on the frozen backbone, data: {section['data']}" if "data" in section else ""
     return ""
