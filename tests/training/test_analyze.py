@@ -245,3 +245,4 @@ def test_a_table_shows_geometry_only_if_asked(finished: Path, lapbench: Command)
     assert f"{numbers(finished)['geometry/within_sequence']:.3f}" in asked.out
     assert "within-sequence share of the tokens' variance" in asked.out
     assert "not ranked" in asked.out
+    assert f"tokens on the {section(finished)['split']} split" in " ".join(asked.out.split())
