@@ -159,6 +159,7 @@ class TokenGeometry(Evaluation):
             for suffix in ("png", "svg"):  # of other numbers
                 (folder / f"{name}.{suffix}").unlink(missing_ok=True)
             write_json(folder / f"{name}.json", data)
+        print(f"{self.name}: {'figures' if self.settings.pictures else 'data of figures'} in {folder}", file=sys.stderr)
 
     def _while_training(self, trainer: pl.Trainer, task: pl.LightningModule) -> None:
         every = self.settings.every_n_epochs

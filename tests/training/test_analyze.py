@@ -238,7 +238,9 @@ def test_help_has_the_settings(lapbench: Command) -> None:
 
 def test_a_table_shows_geometry_only_if_asked(finished: Path, lapbench: Command) -> None:
     plain = lapbench("table", finished).out
-    assert lapbench("analyze", finished, *FAST, *PLAIN, "--layers", "last").status == 0
+    analyzed = lapbench("analyze", finished, *FAST, *PLAIN, "--layers", "last")
+    assert analyzed.status == 0
+    assert f"geometry: data of figures in {finished / 'figures'}" in analyzed.err
     assert lapbench("table", finished).out == plain
     asked = lapbench("table", finished, "--metric", "geometry/within_sequence")
     assert asked.status == 0, asked.err
